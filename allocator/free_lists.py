@@ -1,0 +1,107 @@
+"""The two lists of free things: virtual ids waiting to be handed out, and holes inside a band."""
+
+from __future__ import annotations
+
+import torch
+
+
+class FreeVirtualIds:
+    """Free virtual page ids, first in first out: handed out from the front, freed ids to the back.
+
+    The ids live in a buffer with room for as many again, so that a free copies what was freed and not the whole list. Handed-out ids
+    are views; a full buffer is replaced, never rewritten, so such a view keeps its values (Megatron-LM#6584 is the opposite case).
+    """
+
+    def __init__(self, first: int, end: int, device: str | torch.device) -> None:
+        self._capacity = max(0, end - first)
+        self._head, self._tail = 0, self._capacity
+        self._buffer = torch.empty(2 * self._capacity, dtype=torch.int64, device=device)
+        torch.arange(first, end, out=self._buffer[: self._capacity])
+
+    def __len__(self) -> int:
+        return self._tail - self._head
+
+    def tensor(self) -> torch.Tensor:
+        """int64 ``[len(self)]`` in the order in which they will be handed out; a view."""
+        return self._buffer[self._head : self._tail]
+
+    def replace(self, ids: torch.Tensor) -> None:
+        """Take ``ids`` as the whole list."""
+        self._capacity = max(self._capacity, ids.shape[0])
+        self._restart(ids)
+
+    def peek(self, count: int) -> torch.Tensor:
+        """The next ``count`` ids, still in the list."""
+        return self._buffer[self._head : self._head + count]
+
+    def drop(self, count: int) -> None:
+        """Remove the next ``count`` ids."""
+        self._head += count
+
+    def append(self, ids: torch.Tensor) -> None:
+        """Freed ids go to the back, in the order given."""
+        end = self._tail + ids.shape[0]
+        if end > self._buffer.shape[0]:
+            self._restart(torch.cat([self.tensor(), ids]))
+            return
+        self._buffer[self._tail : end] = ids
+        self._tail = end
+
+    def _restart(self, ids: torch.Tensor) -> None:
+        count = ids.shape[0]
+        self._buffer = torch.empty(max(2 * self._capacity, count), dtype=torch.int64, device=ids.device)
+        self._buffer[:count] = ids
+        self._head, self._tail = 0, count
+
+
+class HoleList:
+    """Physical pages inside a band that hold nothing. Kept in the order they came until a sorted view is needed.
+
+    A request that takes *all* holes gets them in that order, unsorted: part of the placement contract (golden transcripts).
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._device = device
+        self.clear()
+
+    def clear(self) -> None:
+        self.set_sorted(torch.empty(0, dtype=torch.int64, device=self._device))
+
+    def __len__(self) -> int:
+        return self._pages.shape[0]
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """int64 ``[len(self)]`` of physical page ids, in no promised order."""
+        return self._pages
+
+    def set_sorted(self, ascending: torch.Tensor) -> None:
+        """Replace the list by an ascending one."""
+        self._pages, self._is_sorted = ascending, True
+
+    def set_unsorted(self, pages: torch.Tensor) -> None:
+        self._pages, self._is_sorted = pages, pages.shape[0] < 2
+
+    def add(self, *batches: torch.Tensor) -> None:
+        self.set_unsorted(torch.cat([self._pages, *batches]) if len(self) or len(batches) > 1 else batches[0])
+
+    def sorted(self) -> torch.Tensor:
+        """Ascending; sorts on the device, and only if something came in since the last time. No synchronisation."""
+        if not self._is_sorted:
+            self.set_sorted(torch.sort(self._pages)[0])
+        return self._pages
+
+    def take(self, count: int, end: str) -> torch.Tensor:
+        """Remove and return ``count`` pages, lowest (``end="low"``) or highest (``"high"``) first to go, ascending."""
+        if count == len(self):
+            taken = self._pages
+            self.set_sorted(taken[:0])
+            return taken
+        ascending = self.sorted()
+        if end == "low":
+            taken, rest = ascending[:count], ascending[count:]
+        else:
+            keep = len(self) - count
+            taken, rest = ascending[keep:], ascending[:keep]
+        self.set_sorted(rest)
+        return taken
