@@ -1,0 +1,151 @@
+"""Turns buffered events into the msgpack map of a chunk frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .columns import Int64Array, encode_column, encode_mask
+from .schema import NONE, RESULT_SLOT, EventKind, ResultKind
+from .streams import Lists, Stream, StreamEncoder
+
+_ALLOCATING = frozenset({EventKind.ALLOC, EventKind.ALLOC_EXTEND, EventKind.ALLOC_DECODE})
+
+
+@dataclass
+class EventBuffer:
+    """Events waiting for their chunk, a list per column. `lists` maps (kind, pool, slot) to (event, ids)
+    pairs.
+    """
+
+    kind: list[int] = field(default_factory=list)
+    pool: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    time_us: list[int] = field(default_factory=list)
+    request: list[int] = field(default_factory=list)
+    value: list[int] = field(default_factory=list)
+    value2: list[int] = field(default_factory=list)
+    result_kind: list[int] = field(default_factory=list)
+    result_value: list[int] = field(default_factory=list)
+    lists: dict[tuple[int, int, int], tuple[list[int], list[Int64Array]]] = field(default_factory=dict)
+    answers: dict[int, list[bool]] = field(default_factory=dict)
+    drops: list[tuple[int, int]] = field(default_factory=list)
+    ids: int = 0
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def add_list(self, slot: int, ids: Int64Array) -> None:
+        """Give the event added last a list in `slot`."""
+        key = (self.kind[-1], self.pool[-1], slot)
+        entry = self.lists.get(key)
+        if entry is None:
+            entry = self.lists[key] = ([], [])
+        events, lists = entry
+        events.append(len(self.kind) - 1)
+        lists.append(ids)
+        self.ids += len(ids)
+
+
+def encode_chunk(buffer: EventBuffer, first_seq: int, page_sizes: Sequence[int]) -> dict[str, Any]:
+    """Map of a chunk frame. `page_sizes`: tokens per page of each pool of the header."""
+    count = len(buffer)
+    pairs = list(zip(buffer.kind, buffer.pool, strict=True))
+    groups = sorted(set(pairs))
+    number_of = {group: number for number, group in enumerate(groups)}
+    codes = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
+    order = np.argsort(codes, kind="stable")
+    members = np.split(order, np.cumsum(np.bincount(codes, minlength=len(groups)))[:-1])
+    columns = {
+        name: np.array(getattr(buffer, name), dtype=np.int64)
+        for name in ("request", "value", "value2", "depth", "result_kind", "result_value")
+    }
+    body: dict[str, Any] = {
+        "kind": "chunk",
+        "events": count,
+        "first_seq": first_seq,
+        "groups": [list(group) for group in groups],
+        "codes": encode_column(codes),
+        "time_us": encode_column(np.array(buffer.time_us, dtype=np.int64)),
+    }
+    integers = order[columns["result_kind"][order] == ResultKind.INTEGER]
+    for name in ("request", "value", "value2", "depth", "result_kind"):
+        body[name] = encode_column(columns[name][order])
+    body["result_value"] = encode_column(columns["result_value"][integers])
+    body["streams"] = _encode_streams(buffer, groups, members, columns["value"], page_sizes)
+    if buffer.answers:
+        body["answers"] = encode_mask(
+            np.array(
+                [answer for event in sorted(buffer.answers) for answer in buffer.answers[event]],
+                dtype=np.bool_,
+            )
+        )
+    if buffer.drops:
+        body["drops"] = encode_column(np.array(buffer.drops, dtype=np.int64).ravel())
+    return body
+
+
+def _encode_streams(
+    buffer: EventBuffer,
+    groups: list[tuple[int, int]],
+    members: list[Int64Array],
+    values: Int64Array,
+    page_sizes: Sequence[int],
+) -> list[dict[str, Any]]:
+    encoder = StreamEncoder()
+    numbers: dict[tuple[int, int, int], int] = {}
+    streams: list[dict[str, Any]] = []
+    sizes = {group: len(events) for group, events in zip(groups, members, strict=True)}
+    for key in sorted(buffer.lists):
+        kind, pool, slot = key
+        events, lists = buffer.lists[key]
+        at = np.array(events, dtype=np.int64)
+        ragged = Lists(np.array([len(ids) for ids in lists], dtype=np.int64), np.concatenate(lists))
+        item: dict[str, Any] = {"kind": kind, "pool": pool, "slot": slot}
+        if slot != RESULT_SLOT and len(events) < sizes[kind, pool]:
+            mask = np.zeros(len(values), dtype=np.bool_)
+            mask[at] = True
+            item["present"] = encode_mask(mask[members[groups.index((kind, pool))]])
+        item["lists"] = encoder.encode(
+            Stream(kind, pool, slot, at),
+            ragged,
+            page_size=page_sizes[pool] if pool != NONE else 1,
+            event_values=values[at],
+            copy_from=_sources(numbers, key),
+            derive_from=_relatives(numbers, key, page_sizes),
+        )
+        numbers[key] = len(streams)
+        streams.append(item)
+    return streams
+
+
+def _sources(numbers: dict[tuple[int, int, int], int], key: tuple[int, int, int]) -> list[int]:
+    """Streams whose lists tend to come back in the stream `key`: what allocs returned, in every pool.
+
+    A forward's write set is what the alloc before it returned; a pool without ids of its own is given the
+    owner's.
+    """
+    kind, _, slot = key
+    if slot != 0 or EventKind(kind) in _ALLOCATING:
+        return []
+    return [
+        number
+        for other, number in numbers.items()
+        if other[2] == RESULT_SLOT and EventKind(other[0]) in _ALLOCATING
+    ]
+
+
+def _relatives(
+    numbers: dict[tuple[int, int, int], int], key: tuple[int, int, int], page_sizes: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(stream, divisor, step) that tend to give the stream `key` from another list of the same event."""
+    kind, pool, slot = key
+    last_loc, freed = numbers.get((kind, pool, 2)), numbers.get((kind, pool, 0))
+    if slot == RESULT_SLOT and kind == EventKind.ALLOC_DECODE and last_loc is not None:
+        return [(last_loc, 1, 1)]
+    if slot == 1 and kind == EventKind.FREE and freed is not None:
+        return [(freed, page_sizes[pool], 0)]
+    return []
