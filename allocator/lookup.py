@@ -19,7 +19,9 @@ Lookup = Callable[[torch.Tensor, Sequence[int], torch.Tensor, str], torch.Tensor
 HYBRID_GATHER_FROM = 16
 
 
-def per_row(physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_pages: torch.Tensor, pool: str) -> torch.Tensor:
+def per_row(
+    physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_pages: torch.Tensor, pool: str
+) -> torch.Tensor:
     """One scalar read per moved page: SGLang before #34066. N device-to-host reads, one host-to-device copy."""
     virtual = [int(physical_to_virtual[page].item()) for page in src_list]
     unmapped = [page for page, v in zip(src_list, virtual, strict=True) if v < 0]
@@ -28,7 +30,9 @@ def per_row(physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_page
     return torch.tensor(virtual, dtype=torch.int64, device=physical_to_virtual.device)
 
 
-def batched(physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_pages: torch.Tensor, pool: str) -> torch.Tensor:
+def batched(
+    physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_pages: torch.Tensor, pool: str
+) -> torch.Tensor:
     """One gather per batch and an asynchronous assertion: #34066. No device-to-host read."""
     virtual = physical_to_virtual.index_select(0, src_pages)
     require(
@@ -39,7 +43,9 @@ def batched(physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_page
     return virtual
 
 
-def hybrid(physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_pages: torch.Tensor, pool: str) -> torch.Tensor:
+def hybrid(
+    physical_to_virtual: torch.Tensor, src_list: Sequence[int], src_pages: torch.Tensor, pool: str
+) -> torch.Tensor:
     """Scalar reads for small batches, a gather from `HYBRID_GATHER_FROM` moves on: #33060."""
     lookup = per_row if len(src_list) < HYBRID_GATHER_FROM else batched
     return lookup(physical_to_virtual, src_list, src_pages, pool)
@@ -53,7 +59,9 @@ def lookup_for(strategy: str) -> Lookup:
     try:
         return STRATEGIES[strategy]
     except KeyError:
-        raise UnknownStrategyError(f"there is no lookup strategy {strategy!r}; known: {', '.join(STRATEGIES)}") from None
+        raise UnknownStrategyError(
+            f"there is no lookup strategy {strategy!r}; known: {', '.join(STRATEGIES)}"
+        ) from None
 
 
 def _unmapped_source(pool: str, pages: Sequence[int]) -> CorruptMappingError:

@@ -25,10 +25,15 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
 
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("lazy_compaction", False):
-            raise ConfigurationError("a float reuses its holes; lazy compaction is for the ends", pool=kwargs.get("sub_pool_name", ""))
+            raise ConfigurationError(
+                "a float reuses its holes; lazy compaction is for the ends",
+                pool=kwargs.get("sub_pool_name", ""),
+            )
         super().__init__(**kwargs)
         if self.grow_direction != "float":
-            raise ConfigurationError(f"a float needs a 'float' spec, not {self.grow_direction!r}", pool=self.sub_pool_name)
+            raise ConfigurationError(
+                f"a float needs a 'float' spec, not {self.grow_direction!r}", pool=self.sub_pool_name
+            )
 
     def clear(self) -> None:
         #: Requests take holes from the two ends of the hole list in turn; only one that took some turns it.
@@ -71,7 +76,9 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
     def _region_bounds_pages(self) -> tuple[int, int]:
         """Pages ``[low, high)`` that lie wholly between the neighbours."""
         return (
-            max(-(-self._chain_high_frontier_below_bytes() // self.entry_bytes_per_page), self.min_page_index),
+            max(
+                -(-self._chain_high_frontier_below_bytes() // self.entry_bytes_per_page), self.min_page_index
+            ),
             min(self._chain_low_frontier_above_bytes() // self.entry_bytes_per_page, self.num_pages),
         )
 
@@ -219,7 +226,7 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         if needed >= live_count:
             self._pack(live, low if side == "high" else high - live_count)
             return self._gap_bytes(side)
-        src_list = live[:-needed - 1:-1] if side == "high" else live[:needed]
+        src_list = live[: -needed - 1 : -1] if side == "high" else live[:needed]
         dst_list = self._places_beyond(src_list, holes, side)
         if dst_list is None:
             return open_bytes
@@ -259,7 +266,9 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
 
     def _pack(self, live: list[int], first: int) -> int:
         """Move the live pages (ascending) in order to the block that starts at ``first``; returns pages moved."""
-        pairs = [(src, dst) for src, dst in zip(live, range(first, first + len(live)), strict=True) if src != dst]
+        pairs = [
+            (src, dst) for src, dst in zip(live, range(first, first + len(live)), strict=True) if src != dst
+        ]
         if pairs and pairs[0][0] < pairs[0][1]:
             pairs.reverse()  # a shift upwards starts at the top, so that each place is vacated before it is filled
         moved = 0
@@ -299,7 +308,9 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         for band, pages in wanted.items():
             if band is not self:
                 beyond_holes = max(0, pages - (len(band.holes) if band.lazy_compaction else 0))
-                need["high" if band.grow_direction == "down" else "low"] += beyond_holes * band.entry_bytes_per_page
+                need["high" if band.grow_direction == "down" else "low"] += (
+                    beyond_holes * band.entry_bytes_per_page
+                )
         gap: dict[Side, int] = {
             "low": max(0, self._byte_low_frontier() - self._chain_high_frontier_below_bytes()),
             "high": max(0, self._chain_low_frontier_above_bytes() - self._byte_high_frontier()),

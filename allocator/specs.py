@@ -118,7 +118,10 @@ class MHASubPoolSpec(SubPoolSpec):
 
     def parts(self) -> tuple[RowPart, ...]:
         assert self.v_head_dim is not None
-        rows = [("k", (self.head_num, self.head_dim)), ("v", (self.head_num, self.v_head_dim))]
+        rows: list[tuple[str, tuple[int, ...]]] = [
+            ("k", (self.head_num, self.head_dim)),
+            ("v", (self.head_num, self.v_head_dim)),
+        ]
         return self._token_major(rows, self.store_dtype)
 
     def entry_bytes(self) -> int:

@@ -38,12 +38,16 @@ class PageTables:
         self.virtual_to_physical.index_fill_(0, virtual_pages, -1)
         self.physical_to_virtual.index_fill_(0, physical_pages, -1)
 
-    def remap_moved(self, virtual_pages: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
+    def remap_moved(
+        self, virtual_pages: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor
+    ) -> None:
         """After the bytes were copied: point both tables at the new place and leave the old one unmapped."""
         self.bind(virtual_pages, dst_pages)
         self.physical_to_virtual.index_fill_(0, src_pages, -1)
 
-    def translate(self, tokens: torch.Tensor, page_size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    def translate(
+        self, tokens: torch.Tensor, page_size: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Virtual token ids to physical token ids, any shape, int64: ``table[t // page] * page + t % page``.
 
         What is unmapped, negative or out of range becomes 0, the padding sink that kernels skip. With ``out`` (int64, same shape) the

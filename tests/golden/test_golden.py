@@ -33,4 +33,6 @@ def test_every_line_equals_sglang(path: Path, strategy: str) -> None:
         result = player.call(line)
         assert result == line.get("result"), f"{path.name} line {number}: {line['op']}"
         for name, expected in line["state"].items():
-            assert player.state(name, expected) == expected, f"{path.name} line {number}: {line['op']}, state of {name}"
+            assert player.state(name, expected) == expected, (
+                f"{path.name} line {number}: {line['op']}, state of {name}"
+            )

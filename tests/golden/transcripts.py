@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,11 @@ def spec_of(pool: dict[str, Any]) -> SubPoolSpec:
     if pool["kind"] == "mla":
         return MLASubPoolSpec(kv_lora_rank=16, qk_rope_head_dim=8, store_dtype=torch.bfloat16, **common)
     return MambaSubPoolSpec(
-        conv_state_shapes=((4, 4),), conv_dtype=torch.float32, temporal_state_shape=(2, 4, 4), temporal_dtype=torch.float32, **common
+        conv_state_shapes=((4, 4),),
+        conv_dtype=torch.float32,
+        temporal_state_shape=(2, 4, 4),
+        temporal_dtype=torch.float32,
+        **common,
     )
 
 
@@ -62,7 +67,10 @@ class Player:
         pools = header["pools"]
         page_size = max(pool["page_size"] for pool in pools)
         buffer = UnifiedKVPool(
-            total_bytes=header["total_bytes"], sub_pool_specs=[spec_of(p) for p in pools], device="cpu", page_size=page_size
+            total_bytes=header["total_bytes"],
+            sub_pool_specs=[spec_of(p) for p in pools],
+            device="cpu",
+            page_size=page_size,
         )
         self.allocators: dict[str, MultiEndedAllocator] = {}
         self.header_facts: dict[str, tuple[Any, ...]] = {}
@@ -85,7 +93,7 @@ class Player:
             made._lazy_max_moves_per_call = header["move_cap"]
             self.allocators[pool["name"]] = made
         chain = [self.allocators[spec.name] for spec in buffer.sub_pool_specs]
-        for low, high in zip(chain, chain[1:], strict=False):
+        for low, high in itertools.pairwise(chain):
             low.bind_high_peer(high)
             high.bind_low_peer(low)
         self.events: dict[int, TranscriptEvent] = {}
@@ -112,7 +120,9 @@ class Player:
             result = target.alloc(line["need_size"])
         elif op == "alloc_extend":
             prefix, seq = torch.tensor(line["prefix_lens"]), torch.tensor(line["seq_lens"])
-            result = target.alloc_extend(prefix, prefix, seq, seq, torch.tensor(line["last_loc"]), line["extend_num_tokens"])
+            result = target.alloc_extend(
+                prefix, prefix, seq, seq, torch.tensor(line["last_loc"]), line["extend_num_tokens"]
+            )
         elif op == "alloc_decode":
             seq = torch.tensor(line["seq_lens"])
             result = target.alloc_decode(seq, seq, torch.tensor(line["last_loc"]))
@@ -128,7 +138,9 @@ class Player:
             arguments = {
                 "alloc_with_virtual": lambda: target.alloc_with_virtual(torch.tensor(line["pages"])),
                 "free": lambda: target.free(token_ids(line["ids"])),
-                "free_segment": lambda: target.free_segment(token_ids(line["ids"]), start_pos=line["start_pos"]),
+                "free_segment": lambda: target.free_segment(
+                    token_ids(line["ids"]), start_pos=line["start_pos"]
+                ),
                 "free_group_begin": target.free_group_begin,
                 "free_group_end": target.free_group_end,
             }

@@ -1,0 +1,158 @@
+"""Free: give virtual pages back, and remember or close the holes they leave."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from allocator.errors import FreeGroupError, NotAllocatedError, PageAlignmentError
+from allocator.mapped import MappedBand
+
+
+class ReleasingBand(MappedBand):
+    """The release half of an allocator. `MultiEndedAllocator._flush` or `_compact_now` closes the holes."""
+
+    @abstractmethod
+    def _compact_now(self, freed_pages: torch.Tensor) -> None:
+        """Fill the freed pages (int64 ``[n]``, physical) at once: eager mode."""
+
+    # -- free
+
+    def free(self, free_index: torch.Tensor | None, *, _pages: torch.Tensor | None = None) -> None:
+        """Free the pages of these virtual token ids (any subset of a page's tokens frees it once).
+
+        ``_pages`` are the pages of ``free_index`` where the caller has them already, each once; finding them costs a sort and, for
+        page sizes over 1, a synchronisation.
+
+        Raises:
+            NotAllocatedError, DuplicateFreeError: nothing was freed.
+            MoveGateClosedError: eager compaction would have to move pages.
+        """
+        if free_index is None or free_index.numel() == 0:
+            return
+        if self.free_group is not None:
+            self.free_group.append(free_index.clone())
+            return
+        if _pages is not None:
+            self._free_pages(_pages.to(torch.int64), may_repeat=True)
+        else:
+            pages, may_repeat = self._pages_of(free_index)
+            self._free_pages(pages, may_repeat=may_repeat)
+
+    def free_segment(self, free_index: torch.Tensor | None, *, start_pos: int) -> None:
+        """Free consecutive tokens of one request that start at position ``start_pos``, a page border: every ``page_size``-th id
+        names a page, so no sort is needed.
+
+        Raises:
+            PageAlignmentError: ``start_pos`` is no page border.
+            NotAllocatedError, DuplicateFreeError: nothing was freed.
+        """
+        if free_index is None or free_index.numel() == 0:
+            return
+        if self.page_size == 1:
+            self.free(free_index)
+            return
+        if start_pos % self.page_size:
+            raise PageAlignmentError(f"a segment starts at position {start_pos}, not at a border of {self.page_size}-token pages",
+                                     pool=self.sub_pool_name)  # fmt: skip
+        representatives = free_index[:: self.page_size].to(torch.int64)
+        if self.free_page_reps_group is not None:
+            self.free_page_reps_group.append(representatives.clone())
+        else:
+            self._free_pages(representatives // self.page_size, may_repeat=True)
+
+    def free_group_begin(self) -> None:
+        """Hold frees back until `free_group_end`.
+
+        Raises:
+            FreeGroupError: a group is open already.
+        """
+        if self.free_group is not None:
+            raise FreeGroupError(
+                "a free group is open already; free groups do not nest", pool=self.sub_pool_name
+            )
+        self.free_group, self.free_page_reps_group = [], []
+
+    def free_group_end(self) -> None:
+        """Free what was queued, as one release.
+
+        Raises:
+            FreeGroupError: no group is open.
+            NotAllocatedError, DuplicateFreeError: nothing of the group was freed; the group is closed.
+        """
+        if self.free_group is None or self.free_page_reps_group is None:
+            raise FreeGroupError("no free group is open", pool=self.sub_pool_name)
+        tokens, representatives = self.free_group, self.free_page_reps_group
+        self.free_group = self.free_page_reps_group = None
+        batches: list[torch.Tensor] = []
+        may_repeat = False
+        if tokens:
+            pages, may_repeat = self._pages_of(torch.cat(tokens))
+            batches.append(pages)
+        if representatives:
+            batches.append(torch.cat(representatives) // self.page_size)
+            may_repeat = True
+        if batches:
+            self._free_pages(torch.cat(batches), may_repeat=may_repeat)
+
+    def _pages_of(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Virtual pages of token ids, and whether a page may be named twice."""
+        ids = token_ids.to(torch.int64)
+        if self.page_size == 1 and self._frees_in_order_given():
+            return ids, True
+        return torch.unique(torch.div(ids, self.page_size, rounding_mode="floor")), False
+
+    def _frees_in_order_given(self) -> bool:
+        """At page size 1 nothing needs to be deduplicated, and freed ids return in the caller's order; SGLang's eager END sorts."""
+        return self.lazy_compaction
+
+    def _free_pages(self, virtual_pages: torch.Tensor, *, may_repeat: bool) -> None:
+        physical_pages = self._require_live(virtual_pages, may_repeat=may_repeat)
+        if not self.lazy_compaction:
+            self._require_open_gate()
+            self._order_after_readers()
+        self._tables.unbind(virtual_pages, physical_pages)
+        if self._ids is not None:
+            self._ids.append(virtual_pages)
+        self._release_physical(physical_pages)
+
+    def _release_physical(self, physical_pages: torch.Tensor) -> None:
+        """Pages that hold nothing any more: holes when lazy, packed away at once when eager."""
+        self._live_pages_lazy -= physical_pages.shape[0]
+        if self.lazy_compaction:
+            self.holes.add(physical_pages)
+        else:
+            self._compact_now(physical_pages)
+
+    def free_physical(self, free_index: torch.Tensor | None) -> None:
+        """Release physical slots (token ids in whole pages) reserved by `alloc_physical`, bound meanwhile or not."""
+        if free_index is None or free_index.numel() == 0:
+            return
+        self._whole_pages(free_index.numel())
+        physical_pages = free_index.to(torch.int64)[:: self.page_size] // self.page_size
+        if not self.lazy_compaction:
+            self._require_open_gate()
+        self._order_after_readers()
+        virtual_pages = self.physical_to_virtual.index_select(0, physical_pages)
+        # Rows without an owner write -1 into the sentinel, which holds -1 already; a mask would ask the device how many there are.
+        self.virtual_to_physical.index_fill_(
+            0, torch.where(virtual_pages < 0, self.num_virtual_ids, virtual_pages), -1
+        )
+        self.physical_to_virtual.index_fill_(0, physical_pages, -1)
+        self._release_physical(physical_pages)
+
+    def cancel_physical_reservation(self, free_index: torch.Tensor | None) -> None:
+        """Give back reserved slots whose load was never queued.
+
+        Raises:
+            NotAllocatedError: more pages than are reserved.
+        """
+        if free_index is None or free_index.numel() == 0:
+            return
+        pages = self._whole_pages(free_index.numel())
+        if pages > self._reserved_for_load:
+            raise NotAllocatedError(f"{pages} reserved page(s) cancelled, {self._reserved_for_load} are reserved",
+                                    pool=self.sub_pool_name, state=self.allocator_state_str())  # fmt: skip
+        self._reserved_for_load -= pages
+        self.free_physical(free_index)
