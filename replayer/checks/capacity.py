@@ -1,0 +1,102 @@
+"""C10 and C12: what an allocator says it can hand out, and whether a flush gets anywhere.
+
+The arithmetic is written again from DESIGN's contract, over the bands as they are, so that a remembered or wrongly credited capacity
+shows. Pool order is the chain, low byte end to high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from replayer.failure import CheckFailure
+from replayer.hazards import Hazards
+from replayer.oracle import shown
+from replayer.pool_state import PoolState
+
+
+def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int, hazards: Hazards) -> None:
+    """C10: both sizes equal a fresh recomputation under the gates as they are now.
+
+    Raises:
+        CheckFailure: C10.
+    """
+    state = chain[position]
+    below, above = _neighbours(chain, position)
+    low, high = state.band()
+    floor = 0 if below is None else below.band()[1] * below.page_bytes
+    ceiling = total_bytes if above is None else above.band()[0] * above.page_bytes
+    holes = state.holes()
+    taken = high - low - holes if state.is_float else high - low
+    index_room = state.num_pages - state.min_page_index - taken
+    for name, credit in (("available_size", False), ("schedulable_available_size", True)):
+        extra_low = _credit(below, hazards) if credit else 0
+        extra_high = _credit(above, hazards) if credit else 0
+        if state.is_float:
+            gap_low, gap_high = _float_gaps(state, floor, ceiling)
+            by_bytes = max(gap_low + extra_low // state.page_bytes, gap_high + extra_high // state.page_bytes)
+        elif state.allocator.grow_direction == "up":
+            by_bytes = (max(0, ceiling - high * state.page_bytes) + extra_high) // state.page_bytes
+        else:
+            by_bytes = (max(0, low * state.page_bytes - floor) + extra_low) // state.page_bytes
+        own_holes = holes if state.lazy or state.is_float else 0
+        expected = (min(by_bytes, index_room) + own_holes) * state.page_size
+        found = getattr(state.allocator, name)()
+        if found != expected:
+            raise CheckFailure("C10", f"{name}() is not what the bands and gates leave", state.name, [],
+                               f"{expected} tokens", f"{found} tokens")  # fmt: skip
+
+
+def check_flushed(state: PoolState, *, urgent: bool, moves: int, hazards: Hazards) -> None:
+    """C12 after one flush of a lazy END pool with its gate open: an urgent flush leaves no hole, any other one that no forward held
+    back and no cap stopped leaves the live pages packed at the origin.
+
+    Raises:
+        CheckFailure: C12.
+    """
+    holes = state.holes()
+    if not holes or not hazards.gate_open.get(state.name, True) or state.allocator.moves_blocked():
+        return
+    if urgent:
+        raise CheckFailure(
+            "C12", "an urgent flush left holes in the band", state.name, [], "0 holes", f"{holes} holes"
+        )
+    if (
+        not hazards.nothing_runs(state.name)
+        or state.pending()
+        or moves >= state.allocator._lazy_max_moves_per_call
+    ):
+        return
+    low, high = state.band()
+    pages = np.sort(state.allocator._free_phys_pages.cpu().numpy())
+    packed = (
+        np.arange(high - holes, high)
+        if state.allocator.grow_direction == "up"
+        else np.arange(low, low + holes)
+    )
+    if not np.array_equal(pages, packed):
+        raise CheckFailure("C12", "a flush that nothing held back left holes among live pages", state.name, [],
+                           f"holes next to the watermark: {shown(packed)}", shown(pages))  # fmt: skip
+
+
+def _neighbours(chain: Sequence[PoolState], position: int) -> tuple[PoolState | None, PoolState | None]:
+    def occupied(states: Sequence[PoolState]) -> PoolState | None:
+        return next((s for s in states if not s.is_float or s.band()[1] - s.band()[0] - s.holes() > 0), None)
+
+    return occupied(list(reversed(chain[:position]))), occupied(chain[position + 1 :])
+
+
+def _credit(neighbour: PoolState | None, hazards: Hazards) -> int:
+    if neighbour is None or not neighbour.lazy or neighbour.allocator.moves_blocked():
+        return 0
+    return neighbour.holes() * neighbour.page_bytes
+
+
+def _float_gaps(state: PoolState, floor: int, ceiling: int) -> tuple[int, int]:
+    first = max(-(-floor // state.page_bytes), state.min_page_index)
+    end = min(ceiling // state.page_bytes, state.num_pages)
+    low, high = state.band()
+    if high - low - state.holes() == 0:
+        return max(0, end - first), max(0, end - first)
+    return max(0, low - first), max(0, end - high)

@@ -1,0 +1,448 @@
+"""`Checks`: which check runs when, and how often each one held.
+
+After each call, what it changed is checked: pages handed out, freed, moved. After a flush (or every event, or every n-th) the counts,
+borders and capacities of all pools follow, which costs the same whatever the pools' size. Every ``sweep_every`` events and at the end a
+sweep looks at everything, to find damage outside what should have changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recorder.trace import StateRow
+from replayer.checks.capacity import check_capacity, check_flushed
+from replayer.checks.contents import check_contents, sweep_contents, write_new
+from replayer.checks.mapping import check_places, check_rows, sweep_tables
+from replayer.checks.partition import (
+    check_counts,
+    check_frontiers,
+    check_inside,
+    sweep_free_ids,
+    sweep_partition,
+)
+from replayer.checks.recorded import check_state
+from replayer.content import IntArray
+from replayer.failure import CHECKS, CheckFailure
+from replayer.hazards import Hazards
+from replayer.oracle import Growth, TraceContradiction, shown
+from replayer.pool_state import PoolState
+
+if TYPE_CHECKING:
+    from replayer.calling import FlushRecord
+    from replayer.logprob import Probe
+
+#: Batches of moves kept for the report of a failure.
+RECENT_MOVES = 256
+_DIRECTIONS = {"up": 0, "float": 1, "down": 2}
+
+
+@dataclass
+class CheckOptions:
+    """``every``: events between checks of the whole chain; 0 means after each flush. ``first``: no check before this event."""
+
+    enabled: frozenset[str] = field(default_factory=lambda: frozenset(CHECKS))
+    every: int = 0
+    sweep_every: int = 4096
+    max_syncs: int | None = None
+    logprob_every: int = 64
+    first: int = 0
+
+
+class Checks:
+    def __init__(
+        self,
+        pools: dict[str, PoolState],
+        hazards: Hazards,
+        options: CheckOptions,
+        total_bytes: int,
+        probe: Probe | None,
+    ) -> None:
+        self.pools, self.hazards, self.options = pools, hazards, options
+        self.total_bytes, self.probe = total_bytes, probe
+        self.chain: Sequence[PoolState] = sorted(
+            pools.values(), key=lambda state: _DIRECTIONS.get(state.allocator.grow_direction, 2)
+        )
+        self.held: Counter[str] = Counter()
+        self.states: dict[int, StateRow] = {}
+        self.last_sweep = -1
+        self.compares_recorded = True
+        hazards.enabled = options.enabled
+        self._moved: dict[str, list[IntArray]] = {}
+        self._vacated: dict[str, list[IntArray]] = {}
+        self._flushes_seen = 0
+        self._flushes_probed = 0
+        self._available_before = 0
+        self._handing_over: dict[str, IntArray] = {}
+        self._since_check = 0
+        self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
+
+    def on(self, check: str) -> bool:
+        return check in self.options.enabled
+
+    # -- around calls
+
+    def moved(self, seq: int, state: PoolState, src_pages: IntArray, dst_pages: IntArray) -> None:
+        """The allocator moved pages; follow it, and judge it against running forwards, gates and leases."""
+        for pages in (src_pages, dst_pages):
+            if len(pages) and not state.min_page_index <= pages.min() <= pages.max() < state.num_pages:
+                self._fail(
+                    CheckFailure("C5", f"moved physical pages {shown(pages)}, outside the pool", state.name)
+                )
+                return
+        virtual = state.placed_virtual[src_pages]
+        if (virtual < 0).any() and self.on("C1"):
+            raise CheckFailure(
+                "C1",
+                f"moved physical page(s) {shown(src_pages[virtual < 0])}, which hold no live page",
+                state.name,
+            )
+        taken = state.placed_virtual[dst_pages] >= 0
+        if (taken.any() or state.reserved[dst_pages].any()) and self.on("C2"):
+            places = dst_pages[taken | state.reserved[dst_pages]]
+            raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
+                               [int(page) for page in state.placed_virtual[places] if page > 0])  # fmt: skip
+        self.hazards.judge_moves(state, src_pages, dst_pages)
+        self.held.update({"C7": len(src_pages), "C8": len(dst_pages), "C9": 1})
+        state.placed_virtual[src_pages] = -1
+        state.placed_virtual[dst_pages] = virtual
+        state.placed_physical[virtual] = dst_pages
+        self._recent.append((seq, state.name, virtual, src_pages, dst_pages))
+        self._moved.setdefault(state.name, []).append(virtual)
+        self._vacated.setdefault(state.name, []).append(src_pages)
+
+    def recent_moves(self, failure: CheckFailure) -> list[dict[str, int]]:
+        """The last moves of the pages a failure names, as far back as is remembered."""
+        found = []
+        for seq, name, virtual, src, dst in self._recent:
+            if name == failure.pool:
+                for row in np.flatnonzero(np.isin(virtual, failure.pages)):
+                    found.append(
+                        {"event": seq, "page": int(virtual[row]), "src": int(src[row]), "dst": int(dst[row])}
+                    )
+        return found[-8:]
+
+    def before_alloc(self, state: PoolState) -> None:
+        self._available_before = state.allocator.available_size()
+
+    def alloc_answered(
+        self,
+        state: PoolState,
+        need: int,
+        tokens: IntArray | None,
+        recorded: IntArray | None,
+        known: int,
+        *,
+        identity: bool,
+    ) -> None:
+        """C10: a request within ``available_size()`` is served. C15: the answer is the engine's."""
+        if tokens is None:
+            ids_left = state.oracle.num_virtual_ids - state.min_page_index - state.oracle.live_count
+            if need <= self._available_before and need // state.page_size <= ids_left:
+                self._fail(CheckFailure("C10", f"refused {need} tokens", state.name, [], "served",
+                                        f"None, with available_size() {self._available_before} before the call"))  # fmt: skip
+            if known == 2 and not identity:
+                self._fail(
+                    CheckFailure(
+                        "C10",
+                        f"refused {need} tokens that the engine had room for",
+                        state.name,
+                        may_be_older=True,
+                    )
+                )
+        self.held["C10"] += 1
+        if not identity or known not in (1, 2) or not self.compares_recorded:
+            return
+        if (tokens is None) != (known == 1) or (
+            tokens is not None and recorded is not None and not np.array_equal(tokens, recorded)
+        ):
+            self._fail(
+                CheckFailure(
+                    "C15",
+                    "the answer is not the engine's. An allocator with another placement rule is replayed with --ids mapped",
+                    state.name,
+                    [] if tokens is None else (np.unique(tokens // state.page_size)[:16]).tolist(),
+                    expected="None" if known == 1 or recorded is None else shown(recorded),
+                    found="None" if tokens is None else shown(tokens),
+                    may_be_older=True,
+                )
+            )
+            if known == 2 and tokens is None:
+                raise CheckFailure(
+                    "C15", "the trace cannot be followed without ids that the engine had", state.name
+                )
+        self.held["C15"] += 1
+
+    def recorded_number(self, state: PoolState, name: str, found: int, expected: int) -> None:
+        if not self.compares_recorded:
+            return
+        if found != expected:
+            self._fail(CheckFailure("C15", f"{name} returned another number than in the engine", state.name, [], str(expected),
+                                    str(found), may_be_older=True))  # fmt: skip
+        self.held["C15"] += 1
+
+    def new_pages(self, state: PoolState, grown: Growth) -> None:
+        """Pages handed out: their rows, their places, and then the stamps of the tokens in them."""
+        if len(grown.new_pages):
+            self.place(state, grown.new_pages)
+        write_new(state, grown.whole_pages, grown.loose_tokens)
+
+    def placed(self, state: PoolState, pages: IntArray) -> None:
+        """`new_pages` for whole pages under ids that another pool handed out."""
+        self.place(state, pages)
+        write_new(state, pages, np.empty(0, dtype=np.int64))
+
+    def place(self, state: PoolState, pages: IntArray) -> None:
+        physical = state.rows("virtual_to_physical", pages)
+        inside = (physical >= state.min_page_index) & (physical < state.num_pages)
+        if not inside.all():
+            raise CheckFailure("C1", f"handed out virtual page(s) {shown(pages[~inside])} without a place", state.name,
+                               pages[~inside].tolist(), "a physical page", shown(physical[~inside]))  # fmt: skip
+        taken = (state.placed_virtual[physical] >= 0) | state.reserved[physical]
+        if taken.any() and self.on("C2"):
+            raise CheckFailure("C2", f"handed out physical page(s) {shown(physical[taken])}, which are live", state.name,
+                               [int(page) for page in state.placed_virtual[physical[taken]] if page > 0])  # fmt: skip
+        self.hazards.judge_handed_out(state, physical)
+        state.placed_virtual[physical] = pages
+        state.placed_physical[pages] = physical
+        if self.on("C1"):
+            check_places(state, physical)
+            self.held["C1"] += len(pages)
+        if self.on("C5"):
+            check_inside(state, physical)
+            check_frontiers(self.chain, self.total_bytes)
+            self.held["C5"] += 1
+
+    def before_bind(self, state: PoolState, pages: IntArray, physical: IntArray) -> None:
+        loose = (state.placed_virtual[physical] < 0) & ~state.reserved[physical]
+        if loose.any():
+            raise TraceContradiction(
+                f"bind names physical pages {shown(physical[loose])} that are neither live nor reserved"
+            )
+        if state.oracle.live[pages].any():
+            raise TraceContradiction(
+                f"bind names virtual pages {shown(pages[state.oracle.live[pages]])} that are live"
+            )
+
+    def bound(self, state: PoolState, pages: IntArray, physical: IntArray) -> None:
+        """``bind``: reserved places get their ids, or places change owner (an ``unbind`` of the old one follows)."""
+        old = state.placed_virtual[physical]
+        fresh = old < 0
+        if fresh.any():
+            state.reserved[physical[fresh]] = False
+            state.reserved_count -= int(fresh.sum())
+            state.oracle.start_pages(pages[fresh], state.page_size)
+        state.oracle.hand_over(pages[~fresh], old[~fresh])
+        state.placed_virtual[physical] = pages
+        state.placed_physical[pages] = physical
+        if (~fresh).any():
+            self._handing_over[state.name] = old[~fresh]
+        if fresh.any():
+            write_new(state, pages[fresh], np.empty(0, dtype=np.int64))
+        if self.on("C1"):
+            check_rows(state, pages)
+
+    def before_unbind(self, state: PoolState, pages: IntArray) -> None:
+        waiting = self._handing_over.get(state.name, np.empty(0, dtype=np.int64))
+        if not np.array_equal(np.sort(waiting), np.sort(pages)):
+            raise TraceContradiction(
+                f"unbind names virtual pages {shown(pages)}, but {shown(waiting)} gave their places away"
+            )
+
+    def unbound(self, state: PoolState, pages: IntArray) -> None:
+        self._handing_over.pop(state.name, None)
+        state.placed_physical[pages] = -1
+        rows = state.rows("virtual_to_physical", pages)
+        if (rows != -1).any():
+            self._fail(
+                CheckFailure(
+                    "C1",
+                    f"unbound virtual page(s) {shown(pages)} are still mapped",
+                    state.name,
+                    pages.tolist(),
+                )
+            )
+        self.held["C1"] += len(pages)
+
+    def reserved(self, state: PoolState, need: int, tokens: IntArray | None) -> None:
+        """``alloc_physical``: places without ids."""
+        if tokens is None:
+            return
+        physical = tokens[:: state.page_size] // state.page_size
+        if len(tokens) != need or ((state.placed_virtual[physical] >= 0) | state.reserved[physical]).any():
+            self._fail(
+                CheckFailure(
+                    "C2", f"reserved physical page(s) {shown(physical)}: not {need} free tokens", state.name
+                )
+            )
+        self.hazards.judge_handed_out(state, physical)
+        state.reserved[physical] = True
+        state.reserved_count += len(physical)
+
+    def before_release_physical(self, state: PoolState, physical: IntArray) -> None:
+        inside = (physical > 0) & (physical < state.num_pages)
+        if not inside.all() or not (state.reserved[physical] | (state.placed_virtual[physical] >= 0)).all():
+            raise TraceContradiction(
+                f"physical pages {shown(physical)} of pool {state.name!r} are not all taken"
+            )
+        virtual = state.placed_virtual[physical]
+        bound = virtual >= 0
+        state.reserved_count -= int(state.reserved[physical].sum())
+        state.reserved[physical] = False
+        state.oracle.end_pages(virtual[bound])
+        state.placed_physical[virtual[bound]] = -1
+        state.placed_virtual[physical] = -1
+
+    def before_free(self, state: PoolState, pages: IntArray) -> None:
+        """The last chance to look at what these pages hold."""
+        if self.on("C6") and len(pages):
+            check_contents(state, pages)
+            self.held["C6"] += len(pages)
+        self.held["C13"] += len(pages)
+
+    def freed(self, state: PoolState, pages: IntArray) -> None:
+        physical = state.placed_physical[pages]
+        state.placed_physical[pages] = -1
+        state.placed_virtual[physical] = -1
+        state.oracle.end_pages(pages)
+
+    def after_free(self, state: PoolState, pages: IntArray) -> None:
+        if self.on("C1"):
+            rows = state.rows("virtual_to_physical", pages)
+            if (rows != -1).any():
+                raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
+                                   pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
+            self.held["C1"] += len(pages)
+
+    # -- after events
+
+    def after_event(self, seq: int, flushes: list[FlushRecord]) -> None:
+        """What is due after event ``seq``; ``flushes`` is the replay's growing list of flushes."""
+        fresh = len(flushes) != self._flushes_seen
+        if (
+            not fresh
+            and not self._moved
+            and not self.options.every
+            and seq - self.last_sweep < self.options.sweep_every
+        ):
+            if seq in self.states:
+                self._compare_state(seq)
+            return
+        if seq < self.options.first:
+            self._flushes_seen = len(flushes)
+            self._moved.clear()
+            self._vacated.clear()
+            self.states.pop(seq, None)
+            return
+        new_flushes = flushes[self._flushes_seen :]
+        self._flushes_seen = len(flushes)
+        self._since_check += 1
+        if fresh or self._moved or (self.options.every and self._since_check >= self.options.every):
+            self._since_check = 0
+            self._check_chain(new_flushes)
+        if self.options.every == 1 or seq - self.last_sweep >= self.options.sweep_every:
+            self.sweep(seq)
+        if seq in self.states:
+            self._compare_state(seq)
+
+    def _compare_state(self, seq: int) -> None:
+        row = self.states.pop(seq)
+        if self.on("C15") and self.compares_recorded and seq >= self.options.first:
+            check_state(self.pools, row)
+            self.held["C15"] += 1
+
+    def _check_chain(self, new_flushes: list[FlushRecord]) -> None:
+        for name, batches in self._moved.items():
+            state = self.pools[name]
+            virtual = batches[0] if len(batches) == 1 else np.unique(np.concatenate(batches))
+            virtual = virtual[state.oracle.live[virtual]]
+            if self.on("C1"):
+                check_rows(state, virtual)
+                check_places(state, np.concatenate(self._vacated[name]))
+                self.held["C1"] += len(virtual)
+            if self.on("C5") and len(virtual):
+                check_inside(state, state.placed_physical[virtual])
+            if self.on("C6"):
+                check_contents(state, virtual)
+                self.held["C6"] += len(virtual)
+        self._probe_if_due(new_flushes)
+        self._moved.clear()
+        self._vacated.clear()
+        for state in self.chain:
+            if self.on("C4") or self.on("C2"):
+                self._try(check_counts, state)
+        self.held.update({"C2": len(self.chain), "C4": len(self.chain), "C5": 1, "C10": len(self.chain)})
+        if self.on("C5"):
+            check_frontiers(self.chain, self.total_bytes)
+        if self.on("C10"):
+            for position in range(len(self.chain)):
+                check_capacity(self.chain, position, self.total_bytes, self.hazards)
+        self._judge_flushes(new_flushes)
+
+    def _judge_flushes(self, records: list[FlushRecord]) -> None:
+        """C12 for the last flush of each pool, the budget for all of them."""
+        for name, record in {record.pool: record for record in records}.items():
+            if self.on("C12"):
+                check_flushed(
+                    self.pools[name], urgent=record.urgent, moves=record.moves, hazards=self.hazards
+                )
+                self.held["C12"] += 1
+        limit = self.options.max_syncs
+        if limit is None or not self.on("SYNC"):
+            return
+        for record in records:
+            syncs = record.device_to_host + record.host_to_device + record.waits
+            if syncs > limit:
+                raise CheckFailure(
+                    "SYNC",
+                    f"a flush that moved {record.moves} page(s) synchronised {syncs} times",
+                    record.pool,
+                    expected=f"at most {limit}",
+                    found=f"{record.device_to_host} device-to-host, {record.host_to_device} host-to-device, {record.waits} waits",
+                )
+            self.held["SYNC"] += 1
+
+    def _probe_if_due(self, new_flushes: list[FlushRecord]) -> None:
+        if self.probe is None or not self.on("C14") or not any(record.moves for record in new_flushes):
+            return
+        self._flushes_probed += 1
+        if self._flushes_probed % self.options.logprob_every == 1 or self.options.logprob_every == 1:
+            for name, batches in self._moved.items():
+                self.probe.sample(self.pools[name], self._owner_of(name), np.concatenate(batches))
+                self.held["C14"] += 1
+
+    def _owner_of(self, name: str) -> PoolState:
+        state = self.pools[name]
+        if state.header.is_id_owner:
+            return state
+        return next((other for other in self.pools.values() if other.header.is_id_owner), state)
+
+    def _try(self, check: object, state: PoolState) -> None:
+        try:
+            check(state)  # type: ignore[operator]
+        except CheckFailure as failure:
+            self._fail(failure)
+
+    def _fail(self, failure: CheckFailure) -> None:
+        if self.on(failure.check):
+            raise failure
+
+    def sweep(self, seq: int) -> None:
+        """Everything, whatever changed."""
+        if self._handing_over:
+            return  # between bind and unbind a place has two names
+        for state in self.chain:
+            if self.on("C1"):
+                self.held["C1"] += sweep_tables(state)
+            if self.on("C2") or self.on("C4") or self.on("C5"):
+                self._try(sweep_partition, state)
+                self.held.update({"C2": 1, "C4": 1, "C5": 1})
+            if self.on("C3") and not state.allocator.free_group:
+                self.held["C3"] += sweep_free_ids(state)
+            if self.on("C6"):
+                self.held["C6"] += sweep_contents(state)
+        self.last_sweep = seq

@@ -1,0 +1,576 @@
+"""Events to calls: drives one trace against the pools under test, one event after another.
+
+`Driver` knows what each kind of event means for the allocator, the oracle and the simulated forwards. What is checked, and when, is
+`replayer.checks`; what becomes of a failure is `replayer.replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from recorder.trace import Chunk, EventKind, Header, ImpossibleEvent
+from replayer.calling import Caller, MoveLog
+from replayer.checks.growth import decode_growth, extend_growth, require_last_tokens, whole_pages_growth
+from replayer.content import IntArray
+from replayer.errors import UsageError
+from replayer.failure import CheckFailure
+from replayer.hazards import Hazards, ReplayEvent
+from replayer.ids import IdMap
+from replayer.oracle import Growth, TraceContradiction
+from replayer.pool_state import PoolState
+
+if TYPE_CHECKING:
+    from replayer.checks import Checks
+    from replayer.ledger import SyncLedger
+
+SIDES = ("low", "high")
+
+
+class Driver(Caller):
+    """State of one replay while it runs.
+
+    Args:
+        header: the trace's.
+        pools: fresh, from `replayer.targets.build_pools`.
+        hazards, moves: the log the pools' stores write to.
+        checks: None drives and judges nothing (timing).
+        ledger: None counts nothing.
+        ids: whether recorded ids are this allocator's own (same placement rule) or are mapped to it.
+        flush_every: flush every pool urgently after this many calls; 0 never (engines that never flush).
+        flush_when_short: flush a pool urgently before an alloc that the gap beyond its band cannot serve.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        pools: dict[str, PoolState],
+        hazards: Hazards,
+        moves: MoveLog,
+        *,
+        checks: Checks | None,
+        ledger: SyncLedger | None,
+        ids: str,
+        flush_every: int = 0,
+        flush_when_short: bool = False,
+    ) -> None:
+        super().__init__(pools, hazards, moves, checks, ledger)
+        self.header = header
+        self.ids = IdMap(self.by_number, identity=ids == "recorded")
+        self.flush_every, self.flush_when_short = flush_every, flush_when_short
+        self.device = self.by_number[0].allocator.device
+        self.driven = self.nested = self.refused = 0
+        # Whoever may still ask an event (an allocator's pending pages) holds it; the others are forgotten.
+        self._events: WeakValueDictionary[int, ReplayEvent] = WeakValueDictionary()
+        self._asked: list[ReplayEvent] = []
+        self._group: dict[str, list[IntArray] | None] = {}
+        self._handlers: dict[int, Callable[[PoolState, int], None]] = {
+            int(kind): getattr(self, "_" + kind.name.lower()) for kind in EventKind
+        }
+
+    # -- one chunk, one event
+
+    def drive(
+        self, chunk: Chunk, stop_before: int | None = None, each: Callable[[], None] | None = None
+    ) -> bool:
+        """Drive a chunk's events; ``each`` runs after every event. False if ``stop_before`` was reached.
+
+        Raises:
+            CheckFailure: the first check that did not hold, with event and call filled in.
+            ImpossibleEvent: an event that cannot have happened.
+        """
+        self.chunk = chunk
+        columns = zip(chunk.kind.tolist(), chunk.pool.tolist(), chunk.depth.tolist(), strict=True)
+        lists = (chunk.list0, chunk.list1, chunk.list2, chunk.result)
+        self._values = tuple(column.values for column in lists)
+        self._tensors = tuple(torch.from_numpy(_writable(column.values)) for column in lists)
+        self._bounds = tuple(column.offsets.tolist() for column in lists)
+        self._present = tuple(column.present.tolist() for column in lists)
+        self._value, self._value2 = chunk.value.tolist(), chunk.value2.tolist()
+        self._result_kind, self._result_value = chunk.result_kind.tolist(), chunk.result_value.tolist()
+        queries, answers = chunk.queries
+        query_bounds, asked, answered = queries.offsets.tolist(), queries.values.tolist(), answers.tolist()
+        handlers, pools, nobody = self._handlers, self.by_number, self.by_number[0]
+        seq = chunk.first_seq
+        for index, (kind, pool, depth) in enumerate(columns):
+            if stop_before is not None and seq >= stop_before:
+                return False
+            self.seq = seq
+            seq += 1
+            if depth:
+                self.nested += 1
+                continue
+            first, last = query_bounds[index], query_bounds[index + 1]
+            if first != last:
+                self._expect_answers(asked[first:last], answered[first:last])
+            try:
+                handlers[kind](pools[pool] if pool >= 0 else nobody, index)
+            except TraceContradiction as error:
+                raise ImpossibleEvent(
+                    f"event {self.seq} ({EventKind(kind).name.lower()}) cannot have happened: {error}. The trace is wrong, or events "
+                    "before it are missing"
+                ) from None
+            except CheckFailure as failure:
+                failure.seq = self.seq if failure.seq < 0 else failure.seq
+                failure.call = failure.call or self._describe(kind, pool, index)
+                raise
+            if self._asked:
+                self._forget_answers()
+            self.driven += 1
+            if self.flush_every and self.driven % self.flush_every == 0:
+                self._flush_by_policy(self.by_number)
+            if each is not None:
+                each()
+        return True
+
+    def _describe(self, kind: int, pool: int, index: int) -> str:
+        name = self.by_number[pool].name if pool >= 0 else "all pools"
+        return f"{EventKind(kind).name.lower()} on {name}" if kind != EventKind.FLUSH else (
+            f"{'urgent' if self._value[index] else 'opportunistic'} flush of {name}"
+        )  # fmt: skip
+
+    def _expect_answers(self, numbers: list[int], answers: list[bool]) -> None:
+        for number, answer in zip(numbers, answers, strict=True):
+            event = self._event(number)
+            event.answers.append(answer)
+            self._asked.append(event)
+
+    def _forget_answers(self) -> None:
+        for event in self._asked:
+            # Answers the allocator did not ask for are known all the same: an engine was told so.
+            if any(event.answers):
+                event.answers.clear()
+                event.fired = True
+                self.hazards.finished_through(event.number)
+            event.answers.clear()
+        self._asked.clear()
+        self._judge_log()
+
+    def _event(self, number: int) -> ReplayEvent:
+        event = self._events.get(number)
+        if event is None:
+            event = self._events[number] = ReplayEvent(number, self.hazards)
+        return event
+
+    # -- arguments
+
+    def _ids(self, slot: int, index: int) -> IntArray | None:
+        if not self._present[slot][index]:
+            return None
+        bounds = self._bounds[slot]
+        return self._values[slot][bounds[index] : bounds[index + 1]]
+
+    def _must(self, slot: int, index: int) -> IntArray:
+        ids = self._ids(slot, index)
+        if ids is None:
+            raise TraceContradiction(f"its id list number {slot} is missing")
+        return ids
+
+    def _tensor(self, slot: int, index: int) -> torch.Tensor:
+        """The same list as a host tensor, a new object each time so that host and device copies can be told apart."""
+        bounds = self._bounds[slot]
+        return self._tensors[slot][bounds[index] : bounds[index + 1]]
+
+    def _on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host if self.device == "cpu" else host.to(self.device)
+
+    # -- alloc
+
+    def _alloc(self, state: PoolState, index: int) -> None:
+        need = self._value[index]
+        self._before_alloc(state, need)
+        result = self._call("alloc", state.allocator.alloc, need)
+        self._grown(state, index, result, need, lambda tokens: whole_pages_growth(state, tokens, need))
+
+    def _alloc_extend(self, state: PoolState, index: int) -> None:
+        prefix, seq, last = (self._must(slot, index) for slot in range(3))
+        own_last = self.ids.tokens(state, last) if not self.ids.identity else last
+        new_pages = self._value2[index]
+        need = int(
+            (
+                (seq + state.page_size - 1) // state.page_size
+                - (prefix + state.page_size - 1) // state.page_size
+            ).sum()
+        )
+        if new_pages >= 0 and new_pages != need:
+            raise TraceContradiction(f"num_new_pages is {new_pages}, but its lengths need {need}")
+        if (
+            len(prefix) != len(seq)
+            or len(seq) != len(last)
+            or int((seq - prefix).sum()) != self._value[index]
+            or (prefix > seq).any()
+        ):
+            raise TraceContradiction(
+                "its prefix_lens, seq_lens, last_loc and extend_num_tokens do not fit together"
+            )
+        self._before_alloc(state, need * state.page_size)
+        prefix_host, seq_host = self._host(self._tensor(0, index)), self._host(self._tensor(1, index))
+        result = self._call(
+            "alloc_extend",
+            state.allocator.alloc_extend,
+            self._on_device(self._tensor(0, index)),
+            prefix_host,
+            self._on_device(self._tensor(1, index)),
+            seq_host,
+            self._on_device(torch.from_numpy(own_last) if not self.ids.identity else self._tensor(2, index)),
+            self._value[index],
+            None if new_pages < 0 else new_pages,
+        )
+        self._grown(
+            state,
+            index,
+            result,
+            need * state.page_size,
+            lambda tokens: extend_growth(state, tokens, prefix, seq, own_last),
+        )
+
+    def _alloc_decode(self, state: PoolState, index: int) -> None:
+        seq, last = self._must(1, index), self._must(2, index)
+        if len(seq) != len(last):
+            raise TraceContradiction("its seq_lens and last_loc differ in length")
+        own_last = self.ids.tokens(state, last) if not self.ids.identity else last
+        need = int(((seq - 1) % state.page_size == 0).sum()) * state.page_size
+        if self.checks is not None:
+            require_last_tokens(state, seq, own_last)
+        self._before_alloc(state, need)
+        result = self._call(
+            "alloc_decode",
+            state.allocator.alloc_decode,
+            self._on_device(self._tensor(1, index)),
+            self._host(self._tensor(1, index)),
+            self._on_device(torch.from_numpy(own_last) if not self.ids.identity else self._tensor(2, index)),
+        )
+        self._grown(state, index, result, need, lambda tokens: decode_growth(state, tokens, seq, own_last))
+
+    def _host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.ledger is not None:
+            self.ledger.host(tensor)
+        return tensor
+
+    def _before_alloc(self, state: PoolState, need: int) -> None:
+        if need < 0 or need % state.page_size:
+            raise TraceContradiction(
+                f"{need} tokens are no multiple of pool {state.name!r}'s page size {state.page_size}"
+            )
+        if not state.header.is_id_owner:
+            raise TraceContradiction(
+                f"pool {state.name!r} is indexed by another pool's ids and cannot hand out its own"
+            )
+        if (
+            self.flush_when_short
+            and need > state.allocator.available_size() - state.holes() * state.page_size
+        ):
+            self._flush_by_policy([state])
+        if self.checks is not None:
+            self.checks.before_alloc(state)
+
+    def _grown(
+        self,
+        state: PoolState,
+        index: int,
+        result: torch.Tensor | None,
+        need: int,
+        growth: Callable[[IntArray], Growth],
+    ) -> None:
+        """What an alloc answered, against the recorded answer and the oracle."""
+        if result is None:
+            self.refused += 1
+        tokens = None if result is None else (result if result.device.type == "cpu" else result.cpu()).numpy()
+        if self.checks is None:
+            self.hazards.log.clear()
+            recorded = self._ids(3, index)
+            if tokens is not None and recorded is not None and not self.ids.identity:
+                self.ids.learn(state, recorded, tokens)
+            return
+        self._judge_log()
+        recorded = self._ids(3, index)
+        known = self._result_kind[index]
+        self.checks.alloc_answered(state, need, tokens, recorded, known, identity=self.ids.identity)
+        if tokens is None:
+            return
+        if not self.ids.identity and recorded is not None:
+            self.ids.learn(state, recorded, tokens)
+        grown = growth(tokens)
+        self.checks.new_pages(state, grown)
+
+    def _alloc_with_virtual(self, state: PoolState, index: int) -> None:
+        pages = self.ids.pages(state, self._must(0, index))
+        state.oracle.require_pages(pages, "alloc_with_virtual")
+        if state.oracle.live[pages].any():
+            raise TraceContradiction(f"alloc_with_virtual names pages of {state.name!r} that are live")
+        if self.checks is not None:
+            self.checks.before_alloc(state)
+        self._call(
+            "alloc_with_virtual", state.allocator.alloc_with_virtual, self._pages_tensor(0, index, pages)
+        )
+        if self.checks is None:
+            return
+        self._judge_log()
+        state.oracle.start_pages(pages, state.page_size)
+        self.checks.placed(state, pages)
+
+    def _pages_tensor(self, slot: int, index: int, own: IntArray) -> torch.Tensor:
+        return self._on_device(self._tensor(slot, index) if self.ids.identity else torch.from_numpy(own))
+
+    # -- bind, unbind, physical reservations
+
+    def _bind(self, state: PoolState, index: int) -> None:
+        pages, physical = self._must(0, index), self._must(1, index)
+        state.oracle.require_pages(pages, "bind")
+        if not self.ids.identity:
+            raise UsageError(
+                f"event {self.seq} binds physical pages of the engine's, which mean nothing to an allocator that places otherwise: "
+                "replay with --ids recorded, or --until this event"
+            )
+        if len(pages) != len(physical) or (
+            len(physical) and not 0 < physical.min() <= physical.max() < state.num_pages
+        ):
+            raise TraceContradiction("bind needs as many physical pages, inside the pool, as virtual ones")
+        if self.checks is not None:
+            self.checks.before_bind(state, pages, physical)
+        self._call(
+            "bind",
+            state.allocator.bind,
+            self._on_device(self._tensor(0, index)),
+            self._on_device(self._tensor(1, index)),
+        )
+        if self.checks is not None:
+            self.checks.bound(state, pages, physical)
+
+    def _unbind(self, state: PoolState, index: int) -> None:
+        pages = self.ids.pages(state, self._must(0, index))
+        tensor = self._pages_tensor(0, index, pages)
+        if self.checks is not None:
+            self.checks.before_unbind(state, pages)
+        if hasattr(state.allocator, "unbind"):
+            self._call("unbind", state.allocator.unbind, tensor)
+        else:
+            self._call("unbind", state.allocator.virtual_to_physical.index_fill_, 0, tensor, -1)
+        if self.checks is not None:
+            self.checks.unbound(state, pages)
+
+    def _alloc_physical(self, state: PoolState, index: int) -> None:
+        result = self._call("alloc_physical", state.allocator.alloc_physical, self._value[index])
+        if self.checks is not None:
+            self._judge_log()
+            self.checks.reserved(state, self._value[index], None if result is None else result.cpu().numpy())
+
+    def _release_physical(self, state: PoolState, index: int, method: str) -> None:
+        tokens = self._must(0, index)
+        physical = tokens[:: state.page_size] // state.page_size
+        if self.checks is not None:
+            self.checks.before_release_physical(state, physical)
+        self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
+        if self.checks is not None:
+            self._judge_log()
+
+    def _free_physical(self, state: PoolState, index: int) -> None:
+        self._release_physical(state, index, "free_physical")
+
+    def _cancel_physical(self, state: PoolState, index: int) -> None:
+        self._release_physical(state, index, "cancel_physical_reservation")
+
+    # -- free
+
+    def _free(self, state: PoolState, index: int) -> None:
+        tokens = self._must(0, index)
+        pages = np.unique(tokens // state.page_size) if state.page_size > 1 else tokens
+        named = self._ids(1, index)
+        if named is not None and not np.array_equal(
+            np.sort(named), pages if state.page_size > 1 else np.sort(pages)
+        ):
+            raise TraceContradiction("free: the pages it names are not those of its token ids")
+        own = self._freeing(state, pages)
+        arguments: dict[str, Any] = {}
+        if named is not None:
+            arguments["_pages"] = self._pages_tensor(
+                1, index, own if self.ids.identity else self.ids.pages(state, named)
+            )
+        if self.ids.identity:
+            token_tensor = self._on_device(self._tensor(0, index))
+        else:
+            token_tensor = self._on_device(torch.from_numpy(self.ids.tokens(state, tokens)))
+        self._call("free", state.allocator.free, token_tensor, **arguments)
+        self._freed(state, own)
+
+    def _free_segment(self, state: PoolState, index: int) -> None:
+        tokens, start = self._must(0, index), self._value[index]
+        if start % state.page_size:
+            raise TraceContradiction(
+                f"free_segment starts at position {start}, no border of {state.page_size}-token pages"
+            )
+        own = self._freeing(state, tokens[:: state.page_size] // state.page_size)
+        tensor = (
+            self._tensor(0, index) if self.ids.identity else torch.from_numpy(self.ids.tokens(state, tokens))
+        )
+        self._call("free_segment", state.allocator.free_segment, self._on_device(tensor), start_pos=start)
+        self._freed(state, own)
+
+    def _freeing(self, state: PoolState, recorded_pages: IntArray) -> IntArray:
+        """Pages about to be freed, as this allocator numbers them; judged before the call."""
+        pages = self.ids.pages(state, recorded_pages)
+        queued = self._group.get(state.name)
+        if self.checks is not None:
+            state.oracle.require_live(pages, "free")
+            if queued and np.isin(pages, np.concatenate(queued)).any():
+                raise TraceContradiction("C13: free names pages that its free group holds already")
+            self.checks.before_free(state, pages)
+        if queued is not None:
+            queued.append(pages)
+        return pages
+
+    def _freed(self, state: PoolState, pages: IntArray) -> None:
+        if self.checks is None:
+            self.hazards.log.clear()
+            return
+        if self._group.get(state.name) is None:
+            self.checks.freed(state, pages)
+        self._judge_log()
+        if self._group.get(state.name) is None:
+            self.checks.after_free(state, pages)
+
+    def _free_group_begin(self, state: PoolState, index: int) -> None:
+        if self._group.get(state.name) is not None:
+            raise TraceContradiction(f"a free group of pool {state.name!r} is open already")
+        self._group[state.name] = []
+        self._call("free_group_begin", state.allocator.free_group_begin)
+
+    def _free_group_end(self, state: PoolState, index: int) -> None:
+        queued = self._group.get(state.name)
+        if queued is None:
+            raise TraceContradiction(f"no free group of pool {state.name!r} is open")
+        self._group[state.name] = None
+        self._call("free_group_end", state.allocator.free_group_end)
+        if queued:
+            self._freed(state, np.concatenate(queued))
+
+    # -- flush and room
+
+    def _flush(self, state: PoolState, index: int) -> None:
+        urgent = bool(self._value[index])
+        method = state.allocator.flush_for_allocation if urgent else state.allocator.flush_opportunistic
+        self._moved_by("flush", state, index, method)
+
+    def _make_room(self, state: PoolState, index: int) -> None:
+        side = SIDES[self._value[index]]
+        self._moved_by(
+            "make_room", state, index, state.allocator.make_room, side=side, min_bytes=self._value2[index]
+        )
+
+    def _compact_holes(self, state: PoolState, index: int) -> None:
+        self._moved_by(
+            "compact_holes",
+            state,
+            index,
+            state.allocator.compact_holes,
+            retreat_side=SIDES[self._value[index]],
+        )
+
+    def _moved_by(
+        self, name: str, state: PoolState, index: int, method: Callable[..., int], **arguments: Any
+    ) -> None:
+        result = self._call(name, method, **arguments)
+        if self.checks is None:
+            self.hazards.log.clear()
+            return
+        self._judge_log()
+        if self.ids.identity and self._result_kind[index] == 3:
+            self.checks.recorded_number(state, name, result, self._result_value[index])
+
+    # -- forwards, gates, leases
+
+    def _set_latest_forward_done_event(self, state: PoolState, index: int) -> None:
+        event = None if self._value[index] < 0 else self._event(self._value[index])
+        self._call("set_latest_forward_done_event", state.allocator.set_latest_forward_done_event, event)
+        self.hazards.set_latest(state.name, event)
+
+    def _set_inflight_forward(self, state: PoolState, index: int) -> None:
+        self._write_set(state, index, told_when_done=False)
+
+    def _forward_begin(self, state: PoolState, index: int) -> None:
+        event = self._event(self._value[index])
+        self._call("set_latest_forward_done_event", state.allocator.set_latest_forward_done_event, event)
+        self.hazards.set_latest(state.name, event)
+        self._write_set(state, index, told_when_done=True)
+        reads = self._ids(1, index)
+        if reads is not None and len(reads) and self.checks is not None:
+            own = self.ids.tokens(state, reads)
+            state.oracle.require_pages(own // state.page_size, "the read set")
+            self.hazards.begin_reading(state, event, own)
+
+    def _write_set(self, state: PoolState, index: int, *, told_when_done: bool) -> None:
+        event = self._event(self._value[index])
+        written = self._ids(0, index)
+        own = None if written is None or not len(written) else self.ids.tokens(state, written)
+        if own is None:
+            tensor = None
+        else:
+            tensor = self._on_device(self._tensor(0, index) if self.ids.identity else torch.from_numpy(own))
+        self._call("set_inflight_forward", state.allocator.set_inflight_forward, event, tensor)
+        if self.checks is None:
+            return
+        if own is not None and (own.min() < 0 or own.max() >= state.oracle.num_virtual_ids * state.page_size):
+            raise TraceContradiction(f"the write set names tokens outside pool {state.name!r}")
+        if own is not None:
+            own = own[
+                state.oracle.live[own // state.page_size]
+            ]  # padding and tokens freed before launch have no place
+        self.hazards.begin_writing(state, event, own, told_when_done=told_when_done)
+
+    def _forward_done(self, state: PoolState, index: int) -> None:
+        event = self._event(self._value[index])
+        event.fired = True
+        self.hazards.finished_through(event.number)
+        self._judge_log()
+
+    def _move_gate(self, state: PoolState, index: int) -> None:
+        is_open = bool(self._value[index])
+        states = self.by_number if self.chunk.pool[index] < 0 else [state]
+        for each in states:
+            self.hazards.gate_open[each.name] = is_open
+            if each.allocator.disagg_move_gate is None and (each.lazy or each.is_float):
+                each.allocator.disagg_move_gate = lambda name=each.name: self.hazards.gate_open.get(
+                    name, True
+                )
+
+    def _lease_begin(self, state: PoolState, index: int) -> None:
+        pages = self._must(0, index)
+        if len(pages) and not 0 < pages.min() <= pages.max() < state.num_pages:
+            raise TraceContradiction(f"a lease names physical pages outside pool {state.name!r}")
+        self.hazards.begin_lease(self._value[index], state, pages)
+
+    def _lease_end(self, state: PoolState, index: int) -> None:
+        self.hazards.end_lease(self._value[index])
+
+    # -- the rest
+
+    def _clear(self, state: PoolState, index: int) -> None:
+        states = self.by_number if self.chunk.pool[index] < 0 else [state]
+        for each in states:
+            self._call("clear", each.allocator.clear)
+            self._emptied(each)
+
+    def _resize(self, state: PoolState, index: int) -> None:
+        ids = self._value2[index]
+        resize = getattr(state.allocator, "resize", state.allocator._set_capacity)
+        self._call("resize", resize, self._value[index], virtual_num_pages=None if ids < 0 else ids)
+        state.oracle.resize(state.allocator.num_virtual_ids)
+        self._emptied(state)
+
+    def _emptied(self, state: PoolState) -> None:
+        self.hazards.forget(state)
+        state.oracle.clear()
+        state.clear()
+        self._group.pop(state.name, None)
+
+    def _mark(self, state: PoolState, index: int) -> None:
+        """A mark says something about the engine; the allocator is not involved."""
+
+
+def _writable(values: IntArray) -> IntArray:
+    """torch warns about read-only arrays; allocators only read their arguments, but one that wrote would corrupt the trace's copy."""
+    return values if values.flags.writeable else values.copy()

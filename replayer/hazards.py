@@ -1,0 +1,294 @@
+"""Forwards that are still running while the allocator works, simulated so that a wrong move has the effect it would have on a GPU.
+
+A forward's kernels were launched with physical places. When the trace starts one, those places are noted; when it is over, its writes
+land *there*, wherever the tokens are by then. A forward is over when the trace says so, when its event answers true, or, for what comes
+after on the stream, when the allocator orders the stream behind it; with it every forward launched before. Where the engine keeps one
+slot for the running forward (SGLang's ``set_inflight_forward``), the next one takes the place of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replayer.content import IntArray, Words
+from replayer.failure import CHECKS, CheckFailure
+from replayer.oracle import shown
+
+if TYPE_CHECKING:
+    from replayer.pool_state import PoolState
+
+
+class ReplayEvent:
+    """A forward-done event that answers what the engine's event answered.
+
+    ``query()`` gives the recorded answers of the running call in their order, and outside them what is known: once true, always true.
+    ``wait()`` is the stream wait: it orders, it does not make ``query()`` true, and it is no synchronisation.
+    """
+
+    def __init__(self, number: int, hazards: Hazards) -> None:
+        self.number = number
+        self.fired = False
+        self.answers: list[bool] = []
+        self._hazards = hazards
+
+    def query(self) -> bool:
+        answer = self.answers.pop(0) if self.answers else self.fired
+        if answer and not self.fired:
+            self.fired = True
+            self._hazards.finished_through(self.number)
+        return answer
+
+    def wait(self, stream: Any = None) -> None:
+        self._hazards.finished_through(self.number)
+
+
+@dataclass
+class _Writer:
+    number: int
+    state: PoolState
+    tokens: IntArray
+    generations: IntArray
+    physical_tokens: IntArray
+    physical_pages: IntArray
+    told_when_done: bool
+    landed: bool = False
+
+
+@dataclass
+class _Reader:
+    number: int
+    state: PoolState
+    tokens: IntArray
+    generations: IntArray
+    physical_tokens: IntArray
+    words: Words
+
+
+@dataclass
+class _Lease:
+    state: PoolState
+    physical_pages: IntArray
+
+
+class Hazards:
+    """All running forwards and leases of a replay.
+
+    Contents follow at once (a forward's writes land inside the call that waited for it); judging follows after the call, from the log,
+    so that a page moved *before* the wait is told from one moved after.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self._landed_through = -1
+        self._judged_through = -1
+        self._writers: dict[str, list[_Writer]] = {}
+        self._readers: list[_Reader] = []
+        self._latest: dict[str, int] = {}
+        self._leases: dict[int, list[_Lease]] = {}
+        self.read_failures: list[CheckFailure] = []
+        self.gate_open: dict[str, bool] = {}
+        #: Places filled by a move or handed out while a forward that was to write them, before they were freed, had not finished.
+        self.filled_under_a_write = 0
+        #: Entered around writes of our own that happen inside an allocator's call, so that they are not taken for its own.
+        self.uncounted: Callable[[], AbstractContextManager[Any]] = nullcontext
+        #: Checks that may raise; the others are simulated all the same.
+        self.enabled: frozenset[str] = frozenset(CHECKS)
+
+    # -- what the trace says
+
+    def set_latest(self, pool: str, event: ReplayEvent | None) -> None:
+        self._latest[pool] = -1 if event is None else event.number
+
+    def begin_writing(
+        self, state: PoolState, event: ReplayEvent, tokens: IntArray | None, *, told_when_done: bool
+    ) -> None:
+        """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool."""
+        writers = self._writers.setdefault(state.name, [])
+        if not told_when_done:
+            for writer in writers:
+                if not writer.told_when_done and not writer.landed:
+                    self._land(writer)
+            writers[:] = [writer for writer in writers if writer.told_when_done]
+        if tokens is None or not len(tokens) or event.number <= self._landed_through:
+            return
+        physical = state.physical_tokens(tokens)
+        generations = state.oracle.generation[tokens // state.page_size]
+        writers.append(
+            _Writer(
+                event.number,
+                state,
+                tokens,
+                generations,
+                physical,
+                np.unique(physical // state.page_size),
+                told_when_done,
+            )
+        )
+
+    def begin_reading(self, state: PoolState, event: ReplayEvent, tokens: IntArray) -> None:
+        """A forward was launched that reads ``tokens`` at the places they have now."""
+        physical = state.physical_tokens(tokens)
+        pages, offsets = np.divmod(tokens, state.page_size)
+        generations = state.oracle.generation[pages]
+        self._readers.append(
+            _Reader(event.number, state, tokens, generations, physical, state.oracle.words_of(pages, offsets))
+        )
+        state.held_by[physical // state.page_size] = event.number
+
+    def finished_through(self, number: int) -> None:
+        """The stream is past forward ``number`` and all before it."""
+        self.log.append(("finished", number))
+        if number <= self._landed_through:
+            return
+        self._landed_through = number
+        with self.uncounted():
+            for writers in self._writers.values():
+                for writer in writers:
+                    if writer.number <= number and not writer.landed:
+                        self._land(writer)
+            for reader in [reader for reader in self._readers if reader.number <= number]:
+                self._readers.remove(reader)
+                self._compare_read(reader)
+
+    def begin_lease(self, number: int, state: PoolState, physical_pages: IntArray) -> None:
+        self._leases.setdefault(number, []).append(_Lease(state, physical_pages))
+        state.leased[physical_pages] += 1
+
+    def end_lease(self, number: int) -> None:
+        for lease in self._leases.pop(number, []):
+            lease.state.leased[lease.physical_pages] -= 1
+
+    def forget(self, state: PoolState) -> None:
+        """The pool was cleared."""
+        self._writers.pop(state.name, None)
+        self._readers = [reader for reader in self._readers if reader.state is not state]
+
+    # -- the allocator's moves, judged in order
+
+    def judge_moves(self, state: PoolState, src_pages: IntArray, dst_pages: IntArray) -> None:
+        """Pages were moved now. Notes which places must keep their bytes for a reader.
+
+        Raises:
+            CheckFailure: C7, C8 or C9.
+        """
+        if not self.gate_open.get(state.name, True):
+            self._fail("C9", state, src_pages, "pages were moved while a move gate is shut")
+        both = np.concatenate([src_pages, dst_pages])
+        if state.leased[both].any():
+            leased = both[state.leased[both] > 0]
+            self._fail("C9", state, leased, "leased pages were moved or filled before their lease ended")
+        for writer in self._writers.get(state.name, ()):
+            if writer.number <= self._judged_through:
+                continue
+            self._judge_against_writer(writer, state, src_pages, dst_pages)
+        self._judge_overwritten(state, dst_pages, "moved into")
+        reader = self._latest.get(state.name, -1)
+        if reader > self._judged_through:
+            state.held_by[src_pages] = reader
+
+    def _judge_against_writer(
+        self, writer: _Writer, state: PoolState, src_pages: IntArray, dst_pages: IntArray
+    ) -> None:
+        written = writer.physical_tokens[self._still_owned(writer)] // state.page_size
+        for pages, what in ((src_pages, "moved"), (dst_pages, "moved into")):
+            hit = np.intersect1d(pages, written)
+            if len(hit):
+                self._fail(
+                    "C7", state, hit, f"pages that unfinished forward {writer.number} writes were {what}"
+                )
+        self.filled_under_a_write += len(np.intersect1d(dst_pages, writer.physical_pages))
+
+    @staticmethod
+    def _still_owned(writer: _Writer) -> npt.NDArray[np.bool_]:
+        """Tokens that have not been freed since the forward was launched. SGLang frees the last page of a finished request while the
+        forward that still writes its next token runs; the allocator cannot know that place any more (the id is unmapped), and keeping
+        it unused until then is the engine's part. Such places are counted, not judged."""
+        pages = writer.tokens // writer.state.page_size
+        oracle = writer.state.oracle
+        owned: npt.NDArray[np.bool_] = oracle.live[pages] & (oracle.generation[pages] == writer.generations)
+        return owned
+
+    def judge_handed_out(self, state: PoolState, physical_pages: IntArray) -> None:
+        """Places were given to new virtual pages.
+
+        Raises:
+            CheckFailure: C8 or C9.
+        """
+        self._judge_overwritten(state, physical_pages, "handed out")
+        if state.leased[physical_pages].any():
+            self._fail(
+                "C9", state, physical_pages[state.leased[physical_pages] > 0], "leased pages were handed out"
+            )
+        for writer in self._writers.get(state.name, ()):
+            if writer.number > self._judged_through:
+                self.filled_under_a_write += len(np.intersect1d(physical_pages, writer.physical_pages))
+
+    def judge_finished(self, number: int) -> None:
+        if number > self._judged_through:
+            self._judged_through = number
+            for writers in self._writers.values():
+                writers[:] = [writer for writer in writers if writer.number > number]
+
+    def nothing_runs(self, pool: str) -> bool:
+        """Whether no forward can hold pages of this pool."""
+        return self._latest.get(pool, -1) <= self._judged_through and not any(
+            writer.number > self._judged_through for writer in self._writers.get(pool, ())
+        )
+
+    def _judge_overwritten(self, state: PoolState, pages: IntArray, what: str) -> None:
+        held = state.held_by[pages]
+        if (held > self._judged_through).any():
+            hit = pages[held > self._judged_through]
+            numbers: Sequence[int] = sorted({int(number) for number in held if number > self._judged_through})
+            self._fail(
+                "C8",
+                state,
+                hit,
+                f"pages that unfinished forward {shown(np.array(numbers))} reads were {what}",
+            )
+
+    def _fail(self, check: str, state: PoolState, physical: IntArray, message: str) -> None:
+        if check not in self.enabled:
+            return
+        virtual = state.placed_virtual[physical]
+        raise CheckFailure(
+            check,
+            f"{message}: physical page(s) {shown(physical)}",
+            state.name,
+            [int(page) for page in virtual if page >= 0],
+        )
+
+    # -- effects
+
+    def _land(self, writer: _Writer) -> None:
+        writer.landed = True
+        words, same = writer.state.oracle.landed(writer.tokens, writer.generations)
+        # A token freed meanwhile gets a write nobody reads; its place belongs to a later forward on the same stream.
+        writer.state.store.write_tokens(writer.physical_tokens[same], words)
+
+    def _compare_read(self, reader: _Reader) -> None:
+        state = reader.state
+        pages, offsets = np.divmod(reader.tokens, state.page_size)
+        same = state.oracle.live[pages] & (state.oracle.generation[pages] == reader.generations)
+        expected = reader.words.copy()
+        expected[same] = state.oracle.words_of(pages[same], offsets[same])
+        physical_pages, physical_offsets = np.divmod(reader.physical_tokens, state.page_size)
+        contents = np.zeros((len(pages), state.page_size), dtype=np.uint64)
+        contents[np.arange(len(pages)), physical_offsets] = expected
+        wrong = state.store.differing(physical_pages, contents)[np.arange(len(pages)), physical_offsets]
+        if wrong.any():
+            self.read_failures.append(
+                CheckFailure(
+                    "C8",
+                    f"forward {reader.number} read other bytes than it was launched for, at physical page(s) "
+                    f"{shown(np.unique(physical_pages[wrong]))}",
+                    state.name,
+                    [int(page) for page in np.unique(pages[wrong])],
+                )
+            )

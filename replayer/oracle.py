@@ -1,0 +1,173 @@
+"""What must be true of a pool, told from the calls alone: which virtual pages live, who they are, what their tokens hold.
+
+Written without looking at an allocator: it knows ids, generations and contents, and nothing about where a page lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from replayer.content import IntArray, Words, offset_words, page_words, written_words
+
+
+class TraceContradiction(Exception):
+    """An event that cannot have happened in this state (frees what is not live, ids out of range): the trace's fault.
+    The driver adds file, event and reason."""
+
+
+@dataclass
+class Growth:
+    """Tokens that an event brought to life.
+
+    ``new_pages``: virtual pages not live before, int64 ``[m]``. ``whole_pages``: those of them that are filled to the end.
+    ``loose_tokens``: the tokens that lie in none of these, int64 ``[n]``.
+    """
+
+    new_pages: IntArray
+    whole_pages: IntArray
+    loose_tokens: IntArray
+
+
+class PoolOracle:
+    """One pool's virtual pages (the id space its table is indexed by).
+
+    Attributes, each with one row per virtual page:
+        live: bool.
+        generation: int64, counts the times the page was handed out.
+        filled: int64, tokens written so far (a prefix of the page).
+        predecessor: int64, the page before this one in its request, -1 unknown.
+        times_written: uint8 ``[num_virtual_ids, page_size]``, forwards that have written each token.
+    """
+
+    def __init__(self, number: int, name: str, num_virtual_ids: int, page_size: int) -> None:
+        self.number, self.name = number, name
+        self.num_virtual_ids, self.page_size = num_virtual_ids, page_size
+        self._offsets = offset_words(page_size)
+        self.generation = np.zeros(num_virtual_ids, dtype=np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        count = self.num_virtual_ids
+        self.live = np.zeros(count, dtype=np.bool_)
+        self.filled = np.zeros(count, dtype=np.int64)
+        self.predecessor = np.full(count, -1, dtype=np.int64)
+        self.times_written = np.zeros((count, self.page_size), dtype=np.uint8)
+        self._words = np.zeros(count, dtype=np.uint64)
+        self.live_count = 0
+
+    def resize(self, num_virtual_ids: int) -> None:
+        self.num_virtual_ids = num_virtual_ids
+        self.generation = np.resize(self.generation, num_virtual_ids)
+        self.clear()
+
+    # -- events
+
+    def start_pages(self, pages: IntArray, filled: IntArray | int) -> None:
+        """Virtual pages come to life with ``filled`` tokens each."""
+        self.generation[pages] += 1
+        self._words[pages] = page_words(self.number, pages, self.generation[pages])
+        self.live[pages] = True
+        self.filled[pages] = filled
+        self.times_written[pages] = 0
+        self.predecessor[pages] = -1
+        self.live_count += len(pages)
+
+    def fill(self, pages: IntArray, upto: IntArray) -> None:
+        """Pages that live already hold tokens up to ``upto`` now."""
+        np.maximum.at(self.filled, pages, upto)
+
+    def end_pages(self, pages: IntArray) -> None:
+        self.live[pages] = False
+        self.live_count -= len(pages)
+
+    def hand_over(self, new_pages: IntArray, old_pages: IntArray) -> None:
+        """``new_pages[i]`` takes over the place, and so the contents, of ``old_pages[i]``, which dies."""
+        self.generation[new_pages] += 1
+        for column in (self._words, self.filled, self.times_written):
+            column[new_pages] = column[old_pages]
+        self.live[new_pages] = True
+        self.live[old_pages] = False
+
+    def landed(self, tokens: IntArray, generations: IntArray) -> tuple[Words, npt.NDArray[np.bool_]]:
+        """A forward has written these tokens: their stamps from now on, and which of them still are what they were when it began."""
+        pages, offsets = np.divmod(tokens, self.page_size)
+        same = self.live[pages] & (self.generation[pages] == generations)
+        pages, offsets = pages[same], offsets[same]
+        self.times_written[pages, offsets] += 1
+        return self.words_of(pages, offsets), same
+
+    # -- expectations
+
+    def words_of(self, pages: IntArray, offsets: IntArray) -> Words:
+        """Stamps of single tokens: uint64 ``[n]``."""
+        words: Words = (
+            self._words[pages] + self._offsets[offsets] + written_words(self.times_written[pages, offsets])
+        )
+        return words
+
+    def page_contents(self, pages: IntArray) -> Words:
+        """Stamps of whole pages, uint64 ``[n, page_size]``; tokens not there yet are 0."""
+        words = self._words[pages][:, None] + self._offsets
+        written = self.times_written[pages]
+        if written.any():
+            words += written_words(written)
+        filled = self.filled[pages]
+        if (filled < self.page_size).any():
+            words[np.arange(self.page_size) >= filled[:, None]] = 0
+        return words
+
+    def live_pages(self) -> IntArray:
+        return np.flatnonzero(self.live)
+
+    def owner_of_word(self, word: int, offset: int) -> int | None:
+        """Which virtual page a stamp found at ``offset`` belongs to, whatever its generation is now; None if to none."""
+        for times in range(3):
+            base = (
+                np.uint64(word) - self._offsets[offset] - written_words(np.array([times], dtype=np.uint8))[0]
+            )
+            matches = np.flatnonzero(self._words == base)
+            if len(matches):
+                return int(matches[0])
+        return None
+
+    # -- judging what the trace says
+
+    def require_pages(self, pages: IntArray, what: str) -> None:
+        """Ids are pages of this table, and not the padding page.
+
+        Raises:
+            TraceContradiction: otherwise.
+        """
+        if len(pages) and (int(pages.min()) <= 0 or int(pages.max()) >= self.num_virtual_ids):
+            bad = pages[(pages <= 0) | (pages >= self.num_virtual_ids)]
+            raise TraceContradiction(
+                f"{what} names virtual page(s) {shown(bad)}, outside 1..{self.num_virtual_ids - 1} of pool {self.name!r}"
+            )
+
+    def require_live(self, pages: IntArray, what: str) -> None:
+        """Every page lives and is named once (C13).
+
+        Raises:
+            TraceContradiction: otherwise.
+        """
+        self.require_pages(pages, what)
+        dead = pages[~self.live[pages]]
+        if len(dead):
+            raise TraceContradiction(
+                f"C13: {what} names virtual page(s) {shown(dead)} of pool {self.name!r}, which are not live"
+            )
+        if len(pages) > 1:
+            unique, counts = np.unique(pages, return_counts=True)
+            if len(unique) != len(pages):
+                raise TraceContradiction(
+                    f"C13: {what} names virtual page(s) {shown(unique[counts > 1])} of pool {self.name!r} more than once"
+                )
+
+
+def shown(ids: IntArray, most: int = 8) -> str:
+    """A few ids as text."""
+    text = ", ".join(str(int(number)) for number in ids[:most])
+    return text if len(ids) <= most else f"{text}, ... ({len(ids)} in all)"

@@ -1,0 +1,88 @@
+"""One pool of a replay: the allocator under test, the bytes, the oracle, and the placement seen last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from recorder.trace import PoolHeader
+from replayer.content import IntArray, KVStore
+from replayer.oracle import PoolOracle
+
+
+class PoolState:
+    """Everything about one pool, by name.
+
+    ``placed_virtual`` (by physical page) and ``placed_physical`` (by virtual page) are the placement as last verified from calls and
+    moves; they are compared with the allocator's tables, row by row where something changed and whole in sweeps.
+    ``held_by``: number of the forward that may still read a place, by physical page. ``leased``: leases on a place.
+    """
+
+    def __init__(self, number: int, header: PoolHeader, allocator: Any, store: KVStore) -> None:
+        self.number, self.name, self.header = number, header.name, header
+        self.allocator, self.store = allocator, store
+        self.page_size: int = allocator.page_size
+        self.page_bytes: int = header.entry_bytes * self.page_size
+        self.is_float = header.grow_direction == "float"
+        self.lazy: bool = allocator.lazy_compaction
+        self.store_device = str(allocator.device)
+        self.oracle = PoolOracle(number, header.name, allocator.num_virtual_ids, self.page_size)
+        self.clear()
+
+    def clear(self) -> None:
+        self.num_pages: int = self.allocator.num_pages
+        self.min_page_index: int = self.allocator.min_page_index
+        self.placed_virtual = np.full(self.num_pages + 1, -1, dtype=np.int64)
+        self.placed_physical = np.full(self.oracle.num_virtual_ids + 1, -1, dtype=np.int64)
+        self.placed_virtual[0] = self.placed_physical[0] = 0
+        self.held_by = np.full(self.num_pages + 1, -1, dtype=np.int64)
+        self.leased = np.zeros(self.num_pages + 1, dtype=np.int64)
+        self.reserved = np.zeros(self.num_pages + 1, dtype=np.bool_)
+
+    # -- tables, on the host
+
+    def table(self, name: str) -> IntArray:
+        """One of the allocator's tables, whole; a view on a CPU."""
+        table: torch.Tensor = getattr(self.allocator, name)
+        host = table if table.device.type == "cpu" else table.cpu()
+        rows: IntArray = host.detach().numpy()
+        return rows
+
+    def rows(self, name: str, pages: IntArray) -> IntArray:
+        """Some rows of a table, reading no more than those."""
+        table: torch.Tensor = getattr(self.allocator, name)
+        if table.device.type == "cpu":
+            picked: IntArray = table.detach().numpy()[pages]
+            return picked
+        return table[torch.from_numpy(pages).to(table.device)].cpu().numpy()
+
+    def physical_tokens(self, tokens: IntArray) -> IntArray:
+        """Where virtual tokens are, by the placement seen last."""
+        pages, offsets = np.divmod(tokens, self.page_size)
+        placed: IntArray = self.placed_physical[pages] * self.page_size + offsets
+        return placed
+
+    # -- sizes the allocator reports about itself
+
+    def holes(self) -> int:
+        count: int = self.allocator._free_phys_pages.shape[0]
+        return count
+
+    def pending(self) -> int:
+        return len(self.allocator._pending_reuse_pages_cpu)
+
+    def band(self) -> tuple[int, int]:
+        """Physical pages ``[low, high)`` from the allocator's watermarks."""
+        if self.is_float:
+            return self.allocator.low_wm_page, self.allocator.high_wm_page
+        if self.allocator.grow_direction == "up":
+            return self.min_page_index, self.allocator.watermark_physical
+        return self.allocator.watermark_physical + 1, self.num_pages
+
+    def live_count(self) -> int:
+        """Pages that hold something, by the calls alone."""
+        return self.oracle.live_count + int(self.reserved_count)
+
+    reserved_count = 0

@@ -1,0 +1,285 @@
+"""One replay from a file to an outcome, and the search for the first wrong event when a check fails late."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from recorder.trace import Chunk, Header, ImpossibleEvent, Recovery, TraceReader
+from replayer.calling import FlushRecord, MoveLog
+from replayer.checks import CheckOptions, Checks
+from replayer.checks.drain import drain
+from replayer.drive import Driver
+from replayer.failure import CheckFailure
+from replayer.hazards import Hazards
+from replayer.logprob import Probe
+from replayer.targets import TargetOptions, build_pools
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """``ids``: ``auto`` takes recorded ids as they are where the engine's placement rule is ours. ``until``: events to drive."""
+
+    path: Path
+    target: TargetOptions = field(default_factory=TargetOptions)
+    checks: CheckOptions | None = field(default_factory=CheckOptions)
+    ledger: bool = True
+    ids: str = "auto"
+    until: int | None = None
+    flush_every: int = 0
+    flush_when_short: bool = False
+    drain: bool = True
+
+
+@dataclass
+class PoolPeaks:
+    """Largest values seen after flushes and at the end, in pages; ``fragmentation`` is holes and pending over the band."""
+
+    band: int = 0
+    live: int = 0
+    holes: int = 0
+    pending: int = 0
+    fragmentation: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """Everything a report says about one replay."""
+
+    options: ReplayOptions
+    header: Header
+    events: int = 0
+    nested: int = 0
+    failure: CheckFailure | None = None
+    narrowed_from: int | None = None
+    interrupted: bool = False
+    recovery: Recovery | None = None
+    dropped: int = 0
+    held: Counter[str] = field(default_factory=Counter)
+    flushes: list[FlushRecord] = field(default_factory=list)
+    moved_outside_flushes: int = 0
+    refused: int = 0
+    filled_under_a_write: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    nanoseconds: dict[str, int] = field(default_factory=dict)
+    kv_nanoseconds: int = 0
+    wall_nanoseconds: int = 0
+    peaks: dict[str, PoolPeaks] = field(default_factory=dict)
+    sync_lines: list[tuple[str, str, int]] = field(default_factory=list)
+    sync_calls: dict[str, dict[str, int]] = field(default_factory=dict)
+    ledger_disagreements: int = 0
+    kv_form: str = ""
+    ids: str = ""
+    recent_moves: list[dict[str, int]] = field(default_factory=list)
+    logprob_compared: int = 0
+    logprob_tokens: int = 0
+    logprob_largest: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        if self.failure is not None:
+            return "failed"
+        return "interrupted" if self.interrupted else "held"
+
+
+Progress = Callable[[int], None]
+
+
+def replay(options: ReplayOptions, progress: Progress | None = None) -> Outcome:
+    """Replay a trace; on a late find, replay again to name the first wrong event.
+
+    Raises:
+        TraceError: the file is no trace, damaged inside, or holds impossible events.
+        UsageError: a target that does not exist.
+    """
+    outcome, checks = _run(options, progress)
+    failure = outcome.failure
+    if (
+        failure is None
+        or checks is None
+        or options.checks is None
+        or not failure.may_be_older
+        or options.checks.every == 1
+    ):
+        return outcome
+    first = max(0, checks.last_sweep + 1)
+    closer = replace(
+        options,
+        checks=replace(options.checks, every=1, first=first),
+        until=failure.seq + 1,
+        ledger=False,
+        drain=failure.call.startswith("drain"),
+    )
+    again, _ = _run(closer, None)
+    if again.failure is not None and (again.failure.seq, again.failure.call) != (failure.seq, failure.call):
+        outcome.narrowed_from = failure.seq
+        outcome.failure, outcome.recent_moves = again.failure, again.recent_moves
+    return outcome
+
+
+def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Checks | None]:
+    begin = perf_counter_ns()
+    if options.target.device == "cpu":
+        torch.set_num_threads(1)  # thousands of tiny operations: a second thread only waits
+    with TraceReader(options.path) as reader:
+        header = reader.header
+        hazards = Hazards()
+        moves = MoveLog(hazards.log)
+        pools = build_pools(header, options.target, moves)
+        ids = options.ids
+        if ids == "auto":
+            ids = "mapped" if header.settings.get("placement") == "free" else "recorded"
+        outcome = Outcome(options, header, ids=ids, kv_form=next(iter(pools.values())).store.form)
+        outcome.peaks = {name: PoolPeaks() for name in pools}
+        ledger = _ledger(options)
+        probe = None
+        checks = None
+        if options.checks is not None:
+            probe = Probe(options.target.device) if "C14" in options.checks.enabled else None
+            checks = Checks(pools, hazards, options.checks, header.total_bytes, probe)
+            checks.compares_recorded = (
+                ids == "recorded" and not options.flush_every and not options.flush_when_short
+            )
+        driver = Driver(
+            header, pools, hazards, moves, checks=checks, ledger=ledger, ids=ids,
+            flush_every=options.flush_every, flush_when_short=options.flush_when_short,
+        )  # fmt: skip
+        try:
+            _drive(reader, driver, checks, outcome, options, progress)
+        except CheckFailure as failure:
+            outcome.failure = failure
+        except ImpossibleEvent as error:
+            error.args = (f"{options.path}: {error}",)
+            raise
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+        finally:
+            if ledger is not None:
+                _read_ledger(ledger, outcome)
+                ledger.close()
+        outcome.recovery = reader.recovered
+        _read_driver(driver, checks, probe, outcome)
+        outcome.filled_under_a_write = hazards.filled_under_a_write
+        outcome.moved_outside_flushes = sum(moves.moved_pages.values()) - sum(
+            record.moves for record in driver.flushes
+        )
+    outcome.wall_nanoseconds = perf_counter_ns() - begin
+    return outcome, checks
+
+
+def _drive(
+    reader: TraceReader,
+    driver: Driver,
+    checks: Checks | None,
+    outcome: Outcome,
+    options: ReplayOptions,
+    progress: Progress | None,
+) -> None:
+    each = None if checks is None else _after_each(driver, checks, outcome)
+    waiting: Chunk | None = None
+    reached_end = True
+
+    def go(chunk: Chunk) -> bool:
+        outcome.dropped += int(chunk.drops[:, 1].sum()) if len(chunk.drops) else 0
+        more = driver.drive(chunk, options.until, each)
+        if progress is not None:
+            progress(len(chunk))
+        return more
+
+    # States come after the chunk they belong to, so each chunk waits for what follows it.
+    for item in reader.items():
+        if not isinstance(item, Chunk):
+            if checks is not None:
+                checks.states.update({row.after_seq: row for row in item})
+            continue
+        if waiting is not None and not go(waiting):
+            reached_end = False
+            break
+        waiting = item
+    if reached_end and waiting is not None:
+        reached_end = go(waiting)
+    if checks is None:
+        return
+    _note_peaks(driver, outcome)
+    try:
+        checks.sweep(driver.seq)
+    except CheckFailure as failure:
+        failure.seq, failure.call = driver.seq, failure.call or "sweep after the last event"
+        raise
+    if options.drain and (reached_end or options.until is not None) and not reader.recovered:
+        drain(driver, checks)
+
+
+def _after_each(driver: Driver, checks: Checks, outcome: Outcome) -> Callable[[], None]:
+    def after() -> None:
+        flushes = len(driver.flushes)
+        try:
+            checks.after_event(driver.seq, driver.flushes)
+        except CheckFailure as failure:
+            failure.seq = driver.seq
+            failure.call = failure.call or driver.call_name
+            raise
+        if flushes and driver.flushes[-1].seq == driver.seq:
+            _note_peaks(driver, outcome)
+
+    return after
+
+
+def _note_peaks(driver: Driver, outcome: Outcome) -> None:
+    for state in driver.by_number:
+        peaks = outcome.peaks[state.name]
+        low, high = state.band()
+        holes, pending = state.holes(), state.pending()
+        peaks.band, peaks.holes, peaks.pending = (
+            max(peaks.band, high - low),
+            max(peaks.holes, holes),
+            max(peaks.pending, pending),
+        )
+        peaks.live = max(peaks.live, state.live_count())
+        if high > low:
+            peaks.fragmentation = max(peaks.fragmentation, (holes + pending) / (high - low))
+
+
+def _ledger(options: ReplayOptions) -> Any:
+    if not options.ledger:
+        return None
+    from replayer.ledger import SyncLedger
+
+    # The first audited call imports much of torch; that is not to be taken for the allocator's time.
+    with SyncLedger(options.target.device) as first, first.call("warm-up", 0, audit=True):
+        torch.zeros(1)
+    return SyncLedger(options.target.device)
+
+
+def _read_ledger(ledger: Any, outcome: Outcome) -> None:
+    outcome.sync_lines = [(site.line, site.kind, count) for site, count in ledger.by_site().most_common()]
+    outcome.sync_calls = {
+        str(kind): {
+            "calls": counts.calls,
+            "device_to_host": counts.device_to_host,
+            "host_to_device": counts.host_to_device,
+            "waits": counts.waits,
+        }
+        for kind, counts in ledger.by_kind_of_call().items()
+    }
+    outcome.ledger_disagreements = len(ledger.disagreements)
+
+
+def _read_driver(driver: Driver, checks: Checks | None, probe: Probe | None, outcome: Outcome) -> None:
+    outcome.events, outcome.nested = driver.driven, driver.nested
+    outcome.flushes, outcome.refused = driver.flushes, driver.refused
+    outcome.calls, outcome.nanoseconds = driver.calls, dict(driver.nanoseconds)
+    outcome.kv_nanoseconds = sum(state.store.nanoseconds for state in driver.by_number)
+    if checks is not None:
+        outcome.held = checks.held
+        if outcome.failure is not None:
+            outcome.recent_moves = checks.recent_moves(outcome.failure)
+    if probe is not None:
+        outcome.logprob_compared, outcome.logprob_tokens = probe.compared, probe.tokens
+        outcome.logprob_largest = probe.largest_difference
