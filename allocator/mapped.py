@@ -351,16 +351,33 @@ class MappedBand(Band):
     def _require_unmapped(self, virtual_pages: torch.Tensor) -> None:
         """Every page in range, not the padding page, not live, and named once."""
         in_range = (virtual_pages > 0) & (virtual_pages < self.num_virtual_ids)
-        mapped = self._tables.physical_of(virtual_pages)
+        free = in_range & (self._tables.physical_of(virtual_pages) < 0)
         require(
-            (in_range & (mapped < 0)).all(),
+            free.all(),
             "kvtape: bind of a virtual page that is live, reserved or out of range",
-            lambda: BindError(
-                f"virtual pages {virtual_pages.tolist()} are not all free: out of range, reserved, or mapped to {mapped.tolist()}",
-                pool=self.sub_pool_name,
-                ids=virtual_pages[~(in_range & (mapped < 0))].tolist(),
-                state=self.allocator_state_str(),
-            ),
+            lambda: self._not_free(virtual_pages, virtual_pages[~free].tolist()),
+        )
+        if virtual_pages.shape[0] > 1:
+            # As in `_require_live`, but in the rows of the table that hold -1 now and keep it if this is refused.
+            numbers = torch.arange(
+                -2, -2 - virtual_pages.shape[0], -1, dtype=torch.int64, device=virtual_pages.device
+            )
+            table = self.virtual_to_physical
+            table.index_copy_(0, virtual_pages, numbers)
+            named_once = (table.index_select(0, virtual_pages) == numbers).all()
+            table.index_fill_(0, virtual_pages, -1)
+            require(
+                named_once,
+                "kvtape: the same virtual page twice in one bind",
+                lambda: self._not_free(virtual_pages, _repeated(virtual_pages)),
+            )
+
+    def _not_free(self, virtual_pages: torch.Tensor, bad: list[int]) -> BindError:
+        return BindError(
+            f"virtual page(s) {bad} cannot be bound: live, reserved, out of range or named twice in {virtual_pages.tolist()}",
+            pool=self.sub_pool_name,
+            ids=bad,
+            state=self.allocator_state_str(),
         )
 
     def _require_live(self, virtual_pages: torch.Tensor, *, may_repeat: bool) -> torch.Tensor:
@@ -394,8 +411,7 @@ class MappedBand(Band):
 
     def _named_twice(self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor) -> DuplicateFreeError:
         self.physical_to_virtual.index_copy_(0, physical_pages, virtual_pages)
-        pages, counts = torch.unique(virtual_pages, return_counts=True)
-        bad = pages[counts > 1].tolist()
+        bad = _repeated(virtual_pages)
         return DuplicateFreeError(
             f"virtual page(s) {bad} named more than once in one free",
             pool=self.sub_pool_name,
@@ -408,3 +424,9 @@ class MappedBand(Band):
         if self.page_size == 1:
             return pages.clone()
         return (pages[:, None] * self.page_size + self._offsets).reshape(-1)
+
+
+def _repeated(pages: torch.Tensor) -> list[int]:
+    unique, counts = torch.unique(pages, return_counts=True)
+    repeated: list[int] = unique[counts > 1].tolist()
+    return repeated

@@ -70,6 +70,7 @@ def decode_token_ids(
         return free_pages.clone()
     if count == 0:
         return (last_loc + 1).to(torch.int64)
-    crosses = (seq_lens - 1) % page_size == 0
-    rank = (torch.cumsum(crosses, 0) - 1).clamp_(0, count - 1)
+    crosses = seq_lens % page_size == 1
+    # Rows before the first crossing get rank -1, the last page: they do not take it, and it exists.
+    rank = torch.cumsum(crosses, 0) - 1
     return torch.where(crosses, free_pages[rank] * page_size, last_loc + 1)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from replayer.ledger import SyncLedger
 
 #: Audit every n-th call of a kind with the operator-level mode as well: it costs four times the call.
-AUDIT_EVERY = 64
+AUDIT_EVERY = 256
 
 
-@dataclass
+@dataclass(slots=True)
 class FlushRecord:
     """One flush: ``seq`` of the event it ran in, pages moved and their bytes, synchronisations, nanoseconds."""
 

@@ -188,25 +188,16 @@ class Driver(Caller):
 
     def _alloc_extend(self, state: PoolState, index: int) -> None:
         prefix, seq, last = (self._must(slot, index) for slot in range(3))
-        own_last = self.ids.tokens(state, last) if not self.ids.identity else last
-        new_pages = self._value2[index]
-        need = int(
-            (
-                (seq + state.page_size - 1) // state.page_size
-                - (prefix + state.page_size - 1) // state.page_size
-            ).sum()
-        )
-        if new_pages >= 0 and new_pages != need:
-            raise TraceContradiction(f"num_new_pages is {new_pages}, but its lengths need {need}")
-        if (
-            len(prefix) != len(seq)
-            or len(seq) != len(last)
-            or int((seq - prefix).sum()) != self._value[index]
-            or (prefix > seq).any()
-        ):
+        fits = len(prefix) == len(seq) == len(last) and not (prefix > seq).any() and not (prefix < 0).any()
+        if not fits or int((seq - prefix).sum()) != self._value[index]:
             raise TraceContradiction(
                 "its prefix_lens, seq_lens, last_loc and extend_num_tokens do not fit together"
             )
+        own_last = last if self.ids.identity else self.ids.tokens(state, last)
+        new_pages, size = self._value2[index], state.page_size
+        need = int((-(-seq // size) + prefix // -size).sum())
+        if new_pages >= 0 and new_pages != need:
+            raise TraceContradiction(f"num_new_pages is {new_pages}, but its lengths need {need}")
         self._before_alloc(state, need * state.page_size)
         prefix_host, seq_host = self._host(self._tensor(0, index)), self._host(self._tensor(1, index))
         result = self._call(
@@ -230,8 +221,8 @@ class Driver(Caller):
 
     def _alloc_decode(self, state: PoolState, index: int) -> None:
         seq, last = self._must(1, index), self._must(2, index)
-        if len(seq) != len(last):
-            raise TraceContradiction("its seq_lens and last_loc differ in length")
+        if len(seq) != len(last) or (seq < 1).any():
+            raise TraceContradiction("its seq_lens and last_loc differ in length, or a length is below 1")
         own_last = self.ids.tokens(state, last) if not self.ids.identity else last
         need = int(((seq - 1) % state.page_size == 0).sum()) * state.page_size
         if self.checks is not None:
@@ -298,10 +289,13 @@ class Driver(Caller):
         self.checks.new_pages(state, grown)
 
     def _alloc_with_virtual(self, state: PoolState, index: int) -> None:
+        self._require_guest(state, "alloc_with_virtual")
         pages = self.ids.pages(state, self._must(0, index))
         state.oracle.require_pages(pages, "alloc_with_virtual")
-        if state.oracle.live[pages].any():
-            raise TraceContradiction(f"alloc_with_virtual names pages of {state.name!r} that are live")
+        if state.oracle.live[pages].any() or len(np.unique(pages)) != len(pages):
+            raise TraceContradiction(
+                f"alloc_with_virtual names pages of {state.name!r} that are live, or one page twice"
+            )
         if self.checks is not None:
             self.checks.before_alloc(state)
         self._call(
@@ -313,12 +307,19 @@ class Driver(Caller):
         state.oracle.start_pages(pages, state.page_size)
         self.checks.placed(state, pages)
 
+    @staticmethod
+    def _require_guest(state: PoolState, what: str) -> None:
+        """Ids come to a pool from outside only where another pool owns them; an owner's would be in its free list still."""
+        if state.header.is_id_owner:
+            raise TraceContradiction(f"{what} brings ids to pool {state.name!r}, which hands out its own")
+
     def _pages_tensor(self, slot: int, index: int, own: IntArray) -> torch.Tensor:
         return self._on_device(self._tensor(slot, index) if self.ids.identity else torch.from_numpy(own))
 
     # -- bind, unbind, physical reservations
 
     def _bind(self, state: PoolState, index: int) -> None:
+        self._require_guest(state, "bind")
         pages, physical = self._must(0, index), self._must(1, index)
         state.oracle.require_pages(pages, "bind")
         if not self.ids.identity:
@@ -354,6 +355,10 @@ class Driver(Caller):
             self.checks.unbound(state, pages)
 
     def _alloc_physical(self, state: PoolState, index: int) -> None:
+        if self._value[index] < 0 or self._value[index] % state.page_size:
+            raise TraceContradiction(
+                f"{self._value[index]} tokens are no multiple of the page size {state.page_size}"
+            )
         result = self._call("alloc_physical", state.allocator.alloc_physical, self._value[index])
         if self.checks is not None:
             self._judge_log()
@@ -361,9 +366,8 @@ class Driver(Caller):
 
     def _release_physical(self, state: PoolState, index: int, method: str) -> None:
         tokens = self._must(0, index)
-        physical = tokens[:: state.page_size] // state.page_size
         if self.checks is not None:
-            self.checks.before_release_physical(state, physical)
+            self.checks.before_release_physical(state, tokens, reserved_only=method.startswith("cancel"))
         self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
         if self.checks is not None:
             self._judge_log()
@@ -455,20 +459,22 @@ class Driver(Caller):
         method = state.allocator.flush_for_allocation if urgent else state.allocator.flush_opportunistic
         self._moved_by("flush", state, index, method)
 
+    def _side(self, state: PoolState, index: int) -> str:
+        if not state.is_float or self._value[index] not in (0, 1):
+            raise TraceContradiction(
+                f"pool {state.name!r} is no float, or {self._value[index]} is no side (0 low, 1 high)"
+            )
+        return SIDES[self._value[index]]
+
     def _make_room(self, state: PoolState, index: int) -> None:
-        side = SIDES[self._value[index]]
+        side = self._side(state, index)
         self._moved_by(
             "make_room", state, index, state.allocator.make_room, side=side, min_bytes=self._value2[index]
         )
 
     def _compact_holes(self, state: PoolState, index: int) -> None:
-        self._moved_by(
-            "compact_holes",
-            state,
-            index,
-            state.allocator.compact_holes,
-            retreat_side=SIDES[self._value[index]],
-        )
+        side = self._side(state, index)
+        self._moved_by("compact_holes", state, index, state.allocator.compact_holes, retreat_side=side)
 
     def _moved_by(
         self, name: str, state: PoolState, index: int, method: Callable[..., int], **arguments: Any
@@ -513,13 +519,19 @@ class Driver(Caller):
         self._call("set_inflight_forward", state.allocator.set_inflight_forward, event, tensor)
         if self.checks is None:
             return
-        if own is not None and (own.min() < 0 or own.max() >= state.oracle.num_virtual_ids * state.page_size):
-            raise TraceContradiction(f"the write set names tokens outside pool {state.name!r}")
         if own is not None:
-            own = own[
-                state.oracle.live[own // state.page_size]
-            ]  # padding and tokens freed before launch have no place
+            own = self._still_live(state, own)
         self.hazards.begin_writing(state, event, own, told_when_done=told_when_done)
+
+    def _still_live(self, state: PoolState, tokens: IntArray) -> IntArray:
+        """Tokens of a write set that have a place: padding and what was freed before the launch have none."""
+        try:
+            live = state.oracle.live[tokens // state.page_size]
+        except IndexError:
+            live = None
+        if live is None or tokens.min() < 0:
+            raise TraceContradiction(f"the write set names tokens outside pool {state.name!r}")
+        return tokens if live.all() else tokens[live]
 
     def _forward_done(self, state: PoolState, index: int) -> None:
         event = self._event(self._value[index])
@@ -555,7 +567,10 @@ class Driver(Caller):
             self._emptied(each)
 
     def _resize(self, state: PoolState, index: int) -> None:
-        ids = self._value2[index]
+        pages, ids = self._value[index] // state.page_size, self._value2[index]
+        known = ids == -1 or (not state.header.is_id_owner and 0 < ids <= state.header.num_virtual_ids)
+        if not known or not state.min_page_index < pages <= state.header.num_pages:
+            raise TraceContradiction(f"pool {state.name!r} cannot be resized to {pages} pages and {ids} ids")
         resize = getattr(state.allocator, "resize", state.allocator._set_capacity)
         self._call("resize", resize, self._value[index], virtual_num_pages=None if ids < 0 else ids)
         state.oracle.resize(state.allocator.num_virtual_ids)

@@ -16,11 +16,11 @@ CHECKS: dict[str, str] = {
     "C8": "read hazard: a page an unfinished reader holds keeps its bytes",
     "C9": "gate: nothing moves while a gate is shut or a lease runs",
     "C10": "capacity: available_size() equals a fresh recomputation, alloc keeps its word",
+    "C11": "synchronisation budget: a flush within --max-syncs, whatever it moves",
     "C12": "progress: with holes, no gate and no hazard a flush packs; all freed leaves span 0",
     "C13": "ownership: each free names a live owner once, in the right id space",
     "C14": "log-probability: equal to an uncompacted reference, difference 0.0",
     "C15": "recorded state: results and digests equal the engine's",
-    "SYNC": "budget: synchronisations of a flush within --max-syncs",
     "CALL": "a valid call was refused or crashed",
 }
 

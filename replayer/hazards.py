@@ -52,12 +52,15 @@ class ReplayEvent:
 class _Writer:
     number: int
     state: PoolState
-    tokens: IntArray
+    pages: IntArray
+    offsets: IntArray
     generations: IntArray
     physical_tokens: IntArray
-    physical_pages: IntArray
     told_when_done: bool
     landed: bool = False
+
+    def physical_pages(self) -> IntArray:
+        return self.physical_tokens // self.state.page_size
 
 
 @dataclass
@@ -117,17 +120,12 @@ class Hazards:
             writers[:] = [writer for writer in writers if writer.told_when_done]
         if tokens is None or not len(tokens) or event.number <= self._landed_through:
             return
-        physical = state.physical_tokens(tokens)
-        generations = state.oracle.generation[tokens // state.page_size]
+        pages = tokens // state.page_size
+        offsets = tokens - pages * state.page_size
+        physical = state.placed_physical[pages] * state.page_size + offsets
         writers.append(
             _Writer(
-                event.number,
-                state,
-                tokens,
-                generations,
-                physical,
-                np.unique(physical // state.page_size),
-                told_when_done,
+                event.number, state, pages, offsets, state.oracle.generation[pages], physical, told_when_done
             )
         )
 
@@ -202,15 +200,14 @@ class Hazards:
                 self._fail(
                     "C7", state, hit, f"pages that unfinished forward {writer.number} writes were {what}"
                 )
-        self.filled_under_a_write += len(np.intersect1d(dst_pages, writer.physical_pages))
+        self.filled_under_a_write += len(np.intersect1d(dst_pages, writer.physical_pages()))
 
     @staticmethod
     def _still_owned(writer: _Writer) -> npt.NDArray[np.bool_]:
         """Tokens that have not been freed since the forward was launched. SGLang frees the last page of a finished request while the
         forward that still writes its next token runs; the allocator cannot know that place any more (the id is unmapped), and keeping
         it unused until then is the engine's part. Such places are counted, not judged."""
-        pages = writer.tokens // writer.state.page_size
-        oracle = writer.state.oracle
+        oracle, pages = writer.state.oracle, writer.pages
         owned: npt.NDArray[np.bool_] = oracle.live[pages] & (oracle.generation[pages] == writer.generations)
         return owned
 
@@ -227,7 +224,7 @@ class Hazards:
             )
         for writer in self._writers.get(state.name, ()):
             if writer.number > self._judged_through:
-                self.filled_under_a_write += len(np.intersect1d(physical_pages, writer.physical_pages))
+                self.filled_under_a_write += len(np.intersect1d(physical_pages, writer.physical_pages()))
 
     def judge_finished(self, number: int) -> None:
         if number > self._judged_through:
@@ -268,9 +265,12 @@ class Hazards:
 
     def _land(self, writer: _Writer) -> None:
         writer.landed = True
-        words, same = writer.state.oracle.landed(writer.tokens, writer.generations)
         # A token freed meanwhile gets a write nobody reads; its place belongs to a later forward on the same stream.
-        writer.state.store.write_tokens(writer.physical_tokens[same], words)
+        owned = self._still_owned(writer)
+        pages, offsets, places = writer.pages, writer.offsets, writer.physical_tokens
+        if not owned.all():
+            pages, offsets, places = pages[owned], offsets[owned], places[owned]
+        writer.state.store.write_tokens(places, writer.state.oracle.written(pages, offsets))
 
     def _compare_read(self, reader: _Reader) -> None:
         state = reader.state

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from replayer.content import IntArray, Words, offset_words, page_words, written_words
 
@@ -91,13 +90,10 @@ class PoolOracle:
         self.live[new_pages] = True
         self.live[old_pages] = False
 
-    def landed(self, tokens: IntArray, generations: IntArray) -> tuple[Words, npt.NDArray[np.bool_]]:
-        """A forward has written these tokens: their stamps from now on, and which of them still are what they were when it began."""
-        pages, offsets = np.divmod(tokens, self.page_size)
-        same = self.live[pages] & (self.generation[pages] == generations)
-        pages, offsets = pages[same], offsets[same]
+    def written(self, pages: IntArray, offsets: IntArray) -> Words:
+        """A forward has written these tokens: their stamps from now on, uint64 ``[n]``."""
         self.times_written[pages, offsets] += 1
-        return self.words_of(pages, offsets), same
+        return self.words_of(pages, offsets)
 
     # -- expectations
 

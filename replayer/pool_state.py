@@ -40,6 +40,7 @@ class PoolState:
         self.held_by = np.full(self.num_pages + 1, -1, dtype=np.int64)
         self.leased = np.zeros(self.num_pages + 1, dtype=np.int64)
         self.reserved = np.zeros(self.num_pages + 1, dtype=np.bool_)
+        self.reserved_count = 0
 
     # -- tables, on the host
 
@@ -83,6 +84,4 @@ class PoolState:
 
     def live_count(self) -> int:
         """Pages that hold something, by the calls alone."""
-        return self.oracle.live_count + int(self.reserved_count)
-
-    reserved_count = 0
+        return self.oracle.live_count + self.reserved_count

@@ -27,6 +27,7 @@ def drain(driver: Driver, checks: Checks) -> None:
                 _probe_capacity(driver, checks, state)
         for state in driver.by_number:
             _free_all(driver, checks, state)
+            driver._judge_log()
         for _ in range(2):
             for state in driver.by_number:
                 _flush(driver, state)
@@ -99,6 +100,13 @@ def _free_all(driver: Driver, checks: Checks, state: PoolState) -> None:
         queued = driver._group.pop(state.name, None)
         if queued:
             driver._freed(state, np.concatenate(queued))
+    reserved = np.flatnonzero(state.reserved)
+    if len(reserved):
+        tokens = torch.from_numpy(
+            (reserved[:, None] * state.page_size + np.arange(state.page_size)).reshape(-1)
+        )
+        checks.before_release_physical(state, tokens.numpy(), reserved_only=True)
+        driver._call("drain", state.allocator.cancel_physical_reservation, tokens.to(driver.device))
     pages = state.oracle.live_pages()
     if not len(pages):
         return

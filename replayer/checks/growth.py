@@ -81,12 +81,13 @@ def decode_growth(state: PoolState, tokens: IntArray, seq: IntArray, last: IntAr
     size, oracle = state.page_size, state.oracle
     offsets = (seq - 1) % size
     crosses = offsets == 0
-    stays = ~crosses
-    if stays.any():
-        _require_equal(state, tokens[stays], last[stays] + 1, "alloc_decode")
-        oracle.fill(last[stays] // size, offsets[stays] + 1)
     if not crosses.any():
+        _require_equal(state, tokens, last + 1, "alloc_decode")
+        oracle.fill(last // size, offsets + 1)
         return Growth(_NONE, _NONE, tokens)
+    stays = ~crosses
+    _require_equal(state, tokens[stays], last[stays] + 1, "alloc_decode")
+    oracle.fill(last[stays] // size, offsets[stays] + 1)
     fresh = tokens[crosses] // size
     _require_equal(state, tokens[crosses], fresh * size, "alloc_decode in a new page")
     _require_fresh(state, fresh)
@@ -142,10 +143,12 @@ def require_last_tokens(state: PoolState, seq: IntArray, last: IntArray) -> None
     Raises:
         TraceContradiction: otherwise.
     """
-    pages = (last if seq.min(initial=2) > 1 else last[seq > 1]) // state.page_size
-    if len(pages) and (
-        pages.min() < 0 or pages.max() >= state.oracle.num_virtual_ids or not state.oracle.live[pages].all()
-    ):
+    pages = last // state.page_size
+    try:
+        continues = state.oracle.live[pages] | (seq <= 1)
+    except IndexError:
+        continues = np.zeros(1, dtype=np.bool_)
+    if not continues.all():
         raise TraceContradiction(f"last_loc names tokens of pool {state.name!r} that are not live")
 
 

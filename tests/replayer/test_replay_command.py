@@ -67,7 +67,7 @@ def test_per_flush_lists_every_flush(capsys: pytest.CaptureFixture[str], healthy
 def test_a_budget_that_is_exceeded_fails(capsys: pytest.CaptureFixture[str], healthy: Path) -> None:
     assert run(capsys, healthy, "--max-syncs", "2")[0] == 0
     code, out, _ = run(capsys, healthy, "--max-syncs", "2", "--strategy", "per-row")
-    assert code == 1 and "SYNC" in out and "5 device-to-host" in out
+    assert code == 1 and "C11" in out and "5 device-to-host" in out
 
 
 def test_compare_shows_strategies_side_by_side(capsys: pytest.CaptureFixture[str], healthy: Path) -> None:
@@ -142,9 +142,9 @@ IMPOSSIBLE: list[tuple[str, str, list[tuple[EventKind, dict[str, Any]]]]] = [
     ("continues a request that is not there", "not a live token",
      [(EventKind.ALLOC_EXTEND, {"value": 4, "value2": -1, "list0": [4], "list1": [8], "list2": [30]})]),
     ("decodes after a dead token", "not live", [(EventKind.ALLOC_DECODE, {"list1": [2], "list2": [30]})]),
-    ("binds a live page", "live", [ALLOC, (EventKind.ALLOC_WITH_VIRTUAL, {"list0": [4]})]),
+    ("brings ids to their owner", "hands out its own", [ALLOC, (EventKind.ALLOC_WITH_VIRTUAL, {"list0": [4]})]),
     ("unbinds what gave nothing away", "gave their places", [ALLOC, (EventKind.UNBIND, {"list0": [4]})]),
-    ("binds a place that is not taken", "neither live nor reserved", [ALLOC, (EventKind.BIND, {"list0": [30], "list1": [20]})]),
+    ("binds ids of an owner", "hands out its own", [ALLOC, (EventKind.BIND, {"list0": [30], "list1": [20]})]),
     ("leases a place outside", "outside", [ALLOC, (EventKind.LEASE_BEGIN, {"value": 1, "list0": [5000]})]),
     ("a negative size", "multiple", [(EventKind.ALLOC, {"value": -3})]),
 ]  # fmt: skip
