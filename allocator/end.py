@@ -94,7 +94,8 @@ class MultiEndedAllocator(ReleasingBand):
         tokens = self._forward.unfinished_write_set()
         if tokens is None:
             return set()
-        pages = torch.div(self.translate_kv_loc(tokens), self.page_size, rounding_mode="floor")
+        virtual_pages = torch.div(tokens, self.page_size, rounding_mode="floor")
+        pages = self._tables.physical_of(virtual_pages)  # -1 for tokens freed since: no page is numbered so
         return set(pages.tolist())
 
     def _move(self, src_list: list[int], dst_list: list[int]) -> torch.Tensor:

@@ -67,10 +67,10 @@ def kvtape_candidate(allocator: str, strategy: str) -> Candidate:
     def build(header: Header) -> Mapping[str, Any]:
         from replayer import targets
 
-        targets._check_claims(header)
+        targets.check_claims(header)
         options = targets.TargetOptions(allocator=allocator, strategy=strategy)
         stores: dict[str, Any] = {pool.name: NoBytes() for pool in header.pools}
-        return targets._build_like_ours(header, options, targets._buffer(header, "meta"), stores)
+        return targets.build_allocators(header, options, targets.build_buffer(header, "meta"), stores)
 
     return Candidate(f"{allocator} {strategy}", build)
 

@@ -79,7 +79,7 @@ class Probe:
         """Token ids of the request that ends in ``last_page``, oldest first: back from page to page as far as is known, filled up
         with other live pages where a request's order is not (page size 1, where an alloc does not say whose tokens it takes)."""
         oracle = state.oracle
-        wanted = 1 if state.allocator.spec.is_state else -(-CONTEXT_TOKENS // state.page_size)
+        wanted = 1 if state.is_state else -(-CONTEXT_TOKENS // state.page_size)
         chain, seen, page = [last_page], {last_page}, int(owner.oracle.predecessor[last_page])
         while len(chain) < wanted and page > 0 and page not in seen and oracle.live[page]:
             chain.append(page)
@@ -199,11 +199,7 @@ def _grown_rows(state: PoolState, words: Words) -> Rows:
     def rows(name: str, layer: int) -> torch.Tensor:
         number, part = parts[name]
         count = part.row_bytes // part.dtype.itemsize
-        used = (
-            count
-            if not state.allocator.spec.is_state and part.dtype != torch.uint8
-            else min(count, STATE_VALUES)
-        )
+        used = count if not state.is_state and part.dtype != torch.uint8 else min(count, STATE_VALUES)
         values = grow_values(words, used, number * 1024 + layer, part.dtype)
         shape = part.shape if used == count else (used,)
         return _numbers(values.view(words.shape[0], *shape)).to(state.store_device)

@@ -26,6 +26,7 @@ class PoolState:
         self.page_size: int = allocator.page_size
         self.page_bytes: int = header.entry_bytes * self.page_size
         self.is_float = header.grow_direction == "float"
+        self.is_state = header.kind == "mamba"
         self.lazy: bool = allocator.lazy_compaction
         self.store_device = str(allocator.device)
         self.oracle = PoolOracle(number, header.name, allocator.num_virtual_ids, self.page_size)

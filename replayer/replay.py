@@ -39,13 +39,15 @@ class ReplayOptions:
 
 @dataclass
 class PoolPeaks:
-    """Largest values seen after flushes and at the end, in pages; ``fragmentation`` is holes and pending over the band."""
+    """Largest values seen after flushes and at the end, in pages; ``fragmentation`` is holes and pending over the band.
+    ``least_available`` is the smallest ``available_size()``, in tokens; None before the first look."""
 
     band: int = 0
     live: int = 0
     holes: int = 0
     pending: int = 0
     fragmentation: float = 0.0
+    least_available: int | None = None
 
 
 @dataclass
@@ -242,6 +244,9 @@ def _note_peaks(driver: Driver, outcome: Outcome) -> None:
             max(peaks.pending, pending),
         )
         peaks.live = max(peaks.live, state.live_count())
+        available = state.allocator.available_size()
+        if peaks.least_available is None or available < peaks.least_available:
+            peaks.least_available = available
         if high > low:
             peaks.fragmentation = max(peaks.fragmentation, (holes + pending) / (high - low))
 

@@ -64,7 +64,7 @@ def figures(outcome: Outcome, *, per_flush: bool = False) -> dict[str, Any]:
         },
         "peaks_pages": {
             name: {"band": peak.band, "live": peak.live, "holes": peak.holes, "pending": peak.pending,
-                   "fragmentation": round(peak.fragmentation, 4)}
+                   "fragmentation": round(peak.fragmentation, 4), "least_available_tokens": peak.least_available}
             for name, peak in outcome.peaks.items()
         },
         "seconds": {
@@ -215,8 +215,8 @@ def print_report(found: dict[str, Any], console: Console) -> None:
     )
     if found["filled_under_a_write"]:
         console.print(
-            f"  note: {found['filled_under_a_write']} page(s) were filled or handed out while a forward that was to write them, before the engine "
-            "freed them, had not finished"
+            f"  note: {found['filled_under_a_write']} page(s) were filled or handed out while a forward that was to "
+            "write them, before the engine freed them, had not finished"
         )
     probe = found["log_probabilities"]
     if probe["requests_compared"]:
@@ -226,13 +226,14 @@ def print_report(found: dict[str, Any], console: Console) -> None:
         )
     _print_syncs(found["syncs"], console)
     peaks = Table(title="peaks, in pages", title_justify="left", box=None, padding=(0, 2))
-    for column in ("pool", "band", "live", "holes", "pending", "fragmentation"):
+    for column in ("pool", "band", "live", "holes", "pending", "fragmentation", "least available, in tokens"):
         peaks.add_column(column, justify="left" if column == "pool" else "right")
     for name, peak in found["peaks_pages"].items():
         peaks.add_row(
             escape(name),
             *(f"{peak[key]:,}" for key in ("band", "live", "holes", "pending")),
             f"{peak['fragmentation']:.1%}",
+            "-" if peak["least_available_tokens"] is None else f"{peak['least_available_tokens']:,}",
         )
     console.print(peaks)
     seconds = found["seconds"]

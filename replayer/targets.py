@@ -46,13 +46,13 @@ def build_pools(header: Header, options: TargetOptions, log: StoreLog) -> dict[s
         UsageError: an allocator, strategy or device that does not exist.
         ImpossibleEvent: a header that describes pools which cannot be laid out, or too large to replay.
     """
-    _check_claims(header)
+    check_claims(header)
     full = options.kv == "full" or (options.kv == "auto" and header.total_bytes <= FULL_KV_BYTES)
     if full and header.total_bytes > MAX_HARNESS_BYTES:
         raise UsageError(
             f"--kv full needs the buffer's {header.total_bytes} bytes; the most is {MAX_HARNESS_BYTES}. Use --kv stamp"
         )
-    buffer = _buffer(header, options.device if full else "meta")
+    buffer = build_buffer(header, options.device if full else "meta")
 
     def store_for(pool: PoolHeader) -> KVStore:
         is_state = buffer.spec(pool.name).is_state
@@ -67,14 +67,20 @@ def build_pools(header: Header, options: TargetOptions, log: StoreLog) -> dict[s
 
         allocators = build_sglang_pools(header, kvcache_for=lambda name: stores[name])
     else:
-        allocators = _build_like_ours(header, options, buffer, stores)
+        allocators = build_allocators(header, options, buffer, stores)
     return {
         pool.name: PoolState(number, pool, allocators[pool.name], stores[pool.name])
         for number, pool in enumerate(header.pools)
     }
 
 
-def _buffer(header: Header, device: str) -> Any:
+def build_buffer(header: Header, device: str) -> Any:
+    """The shared buffer of the header's pools; on ``"meta"`` without memory.
+
+    Raises:
+        ImpossibleEvent: pools that cannot be laid out.
+        UsageError: a device that does not exist.
+    """
     from allocator import AllocatorError, UnifiedKVPool
 
     page_size = max(pool.page_size for pool in header.pools)
@@ -148,7 +154,12 @@ def spec_of(pool: PoolHeader) -> Any:
         raise ImpossibleEvent(f"pool {pool.name!r}: {error}") from None
 
 
-def _check_claims(header: Header) -> None:
+def check_claims(header: Header) -> None:
+    """Refuse a header whose sizes are senseless or would take more memory than `MAX_HARNESS_BYTES`.
+
+    Raises:
+        ImpossibleEvent: such a header.
+    """
     if not header.pools:
         raise ImpossibleEvent("the header names no pool")
     reserved = 0
@@ -178,9 +189,15 @@ def _check_claims(header: Header) -> None:
         )
 
 
-def _build_like_ours(
+def build_allocators(
     header: Header, options: TargetOptions, buffer: Any, stores: dict[str, KVStore]
 ) -> dict[str, Any]:
+    """Allocators with `MultiEndedAllocator`'s arguments, one a pool, wired as neighbours. ``stores`` are their ``kvcache``.
+
+    Raises:
+        UsageError: a class that is not there or does not fit.
+        ImpossibleEvent: page counts that do not follow from the header's bytes.
+    """
     from allocator import AllocatorError
 
     end_class, float_class = _classes(options.allocator)

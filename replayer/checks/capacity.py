@@ -15,9 +15,35 @@ from replayer.hazards import Hazards
 from replayer.oracle import shown
 from replayer.pool_state import PoolState
 
+#: What the recomputation reads of a chain: per pool its band, holes, and whether a gate is shut.
+Capacities = tuple[tuple[tuple[int, int], int, bool], ...]
 
-def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int, hazards: Hazards) -> None:
-    """C10: both sizes equal a fresh recomputation under the gates as they are now.
+
+def inputs_of(chain: Sequence[PoolState]) -> Capacities:
+    """Equal inputs give equal capacities, so a recomputation is needed only when these change."""
+    return tuple((state.band(), state.holes(), state.allocator.moves_blocked()) for state in chain)
+
+
+def check_remembered(state: PoolState, expected: tuple[int, int]) -> None:
+    """C10 again, where nothing that the capacities follow from has changed since ``expected`` was computed.
+
+    Raises:
+        CheckFailure: C10.
+    """
+    found = (state.allocator.available_size(), state.allocator.schedulable_available_size())
+    if found != expected:
+        raise CheckFailure(
+            "C10",
+            "the sizes changed though no band, hole or gate did",
+            state.name,
+            [],
+            str(expected),
+            str(found),
+        )
+
+
+def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int) -> tuple[int, int]:
+    """C10: both sizes equal a fresh recomputation under the gates as they are now; returns the two sizes.
 
     Raises:
         CheckFailure: C10.
@@ -30,9 +56,10 @@ def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int, 
     holes = state.holes()
     taken = high - low - holes if state.is_float else high - low
     index_room = state.num_pages - state.min_page_index - taken
+    sizes = []
     for name, credit in (("available_size", False), ("schedulable_available_size", True)):
-        extra_low = _credit(below, hazards) if credit else 0
-        extra_high = _credit(above, hazards) if credit else 0
+        extra_low = _credit(below) if credit else 0
+        extra_high = _credit(above) if credit else 0
         if state.is_float:
             gap_low, gap_high = _float_gaps(state, floor, ceiling)
             by_bytes = max(gap_low + extra_low // state.page_bytes, gap_high + extra_high // state.page_bytes)
@@ -46,6 +73,8 @@ def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int, 
         if found != expected:
             raise CheckFailure("C10", f"{name}() is not what the bands and gates leave", state.name, [],
                                f"{expected} tokens", f"{found} tokens")  # fmt: skip
+        sizes.append(expected)
+    return sizes[0], sizes[1]
 
 
 def check_flushed(state: PoolState, *, urgent: bool, moves: int, hazards: Hazards) -> None:
@@ -87,7 +116,7 @@ def _neighbours(chain: Sequence[PoolState], position: int) -> tuple[PoolState | 
     return occupied(list(reversed(chain[:position]))), occupied(chain[position + 1 :])
 
 
-def _credit(neighbour: PoolState | None, hazards: Hazards) -> int:
+def _credit(neighbour: PoolState | None) -> int:
     if neighbour is None or not neighbour.lazy or neighbour.allocator.moves_blocked():
         return 0
     return neighbour.holes() * neighbour.page_bytes

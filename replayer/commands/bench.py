@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from recorder.trace import EventKind
@@ -56,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-ratio", type=float, metavar="X", help="fail if a trace's median ratio to SGLang is above X"
     )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="measure whole replays instead: checks against the time inside the allocator, reading, file size",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -66,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from replayer.errors import UsageError
     from replayer.targets_sglang import sglang_version
 
+    if args.whole:
+        return _run_whole(args)
     version = sglang_version()
     if version is None and (args.max_ratio is not None or args.without_ranges):
         raise UsageError(NOT_INSTALLED)
@@ -98,6 +106,50 @@ def run(args: argparse.Namespace) -> int:
     for line in slow:
         print(line, file=sys.stderr)
     return 1 if slow else 0
+
+
+def _run_whole(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from tqdm import tqdm
+
+    from replayer.bench_whole import measure_whole
+
+    paths = [Path(trace) for trace in args.traces] or _timeable_traces()
+    with tqdm(
+        total=len(paths) * (args.rounds + 1), unit="round", disable=not sys.stderr.isatty(), leave=False
+    ) as bar:
+        measured = [
+            measure_whole(path, args.rounds, args.strategy.split(",")[0], bar.update) for path in paths
+        ]
+    if args.json:
+        print(json.dumps({"rounds": args.rounds, "traces": [asdict(one) for one in measured]}, indent=1))
+        return 0
+    columns = (
+        "inside allocator",
+        "all checks",
+        "checks and ledger",
+        "file",
+        "events",
+        "columns/s",
+        "everything/s",
+    )
+    table = _new_table(
+        "whole replays, medians; checks as multiples of the time inside the allocator", "trace", columns
+    )
+    for one in measured:
+        table.add_row(
+            one.trace,
+            f"{one.inside_seconds:.2f} s",
+            f"{one.checked:.2f}x",
+            f"{one.counted:.2f}x",
+            f"{one.file_bytes:,} B",
+            f"{one.events:,}",
+            f"{one.columns_per_second / 1e6:.1f} M",
+            f"{one.everything_per_second / 1e6:.1f} M",
+        )
+    _console().print(table)
+    return 0
 
 
 def _measure_all(args: argparse.Namespace, candidates: Sequence[Candidate]) -> list[Measurement]:
@@ -187,9 +239,7 @@ def _print_tables(
     ours: Sequence[str],
     references: Sequence[str],
 ) -> None:
-    from rich.console import Console
-
-    console = Console()
+    console = _console()
     for one in measured:
         console.print(_trace_table(one, ours, references))
     console.print(_summary_table(measured, ours, references))
@@ -203,6 +253,12 @@ def _print_tables(
     )
     if not references:
         console.print(NOT_INSTALLED + ".", highlight=False)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def _new_table(title: str, first: str, headings: Sequence[str]) -> Table:
