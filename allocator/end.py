@@ -34,7 +34,8 @@ class MultiEndedAllocator(ReleasingBand):
 
         An urgent pass is ordered after the running forward and then packs completely. Any other pass moves at most
         ``_lazy_max_moves_per_call`` pages, stops at the first page the forward will write, and what it moves stays in pending reuse
-        until the forward is done. Synchronisations: the holes are read (one), and with an unfinished forward its write set (one).
+        until the forward is done. Synchronisations: the holes are read if they changed (one), with an unfinished forward its write set
+        (one), and sources and targets of moves go to the device in one blocking copy.
         """
         if not self.lazy_compaction:
             return 0
@@ -76,14 +77,14 @@ class MultiEndedAllocator(ReleasingBand):
         """Give back holes that touch the watermark; returns the others, ascending, on the host: the flush's one read."""
         if not len(self.holes):
             return []
-        holes_on_host: list[int] = self.holes.sorted().tolist()
+        holes_on_host = self.holes.on_host()
         grows_up = self.grow_direction == "up"
         touching = boundary_holes(holes_on_host, self.watermark_physical, grows_up)
         if touching:
             keep = slice(0, len(holes_on_host) - touching) if grows_up else slice(touching, None)
-            self.holes.set_sorted(self.holes.pages[keep])
+            holes_on_host = holes_on_host[keep]
+            self.holes.set_sorted(self.holes.pages[keep], holes_on_host)
             self._retreat(touching)
-            return holes_on_host[keep]
         return holes_on_host
 
     def _retreat(self, num_pages: int) -> None:

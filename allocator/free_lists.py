@@ -75,12 +75,12 @@ class HoleList:
         """int64 ``[len(self)]`` of physical page ids, in no promised order."""
         return self._pages
 
-    def set_sorted(self, ascending: torch.Tensor) -> None:
-        """Replace the list by an ascending one."""
-        self._pages, self._is_sorted = ascending, True
+    def set_sorted(self, ascending: torch.Tensor, on_host: list[int] | None = None) -> None:
+        """Replace the list by an ascending one; ``on_host`` is the same list where the host has it already."""
+        self._pages, self._is_sorted, self._on_host = ascending, True, on_host
 
     def set_unsorted(self, pages: torch.Tensor) -> None:
-        self._pages, self._is_sorted = pages, pages.shape[0] < 2
+        self._pages, self._is_sorted, self._on_host = pages, pages.shape[0] < 2, None
 
     def add(self, *batches: torch.Tensor) -> None:
         self.set_unsorted(torch.cat([self._pages, *batches]) if len(self) or len(batches) > 1 else batches[0])
@@ -91,8 +91,16 @@ class HoleList:
             self.set_sorted(torch.sort(self._pages)[0])
         return self._pages
 
+    def on_host(self) -> list[int]:
+        """Ascending, on the host. Reads the device once, and not again while the list stays as it is: flushes that can do nothing but
+        wait for an event come by the thousand."""
+        if self._on_host is None:
+            self._on_host = self.sorted().tolist()
+        return self._on_host
+
     def take(self, count: int, end: str) -> torch.Tensor:
-        """Remove and return ``count`` pages, lowest (``end="low"``) or highest (``"high"``) first to go, ascending."""
+        """Remove and return ``count`` pages, the lowest (``end="low"``) or the highest (``"high"``), ascending; all of them come in
+        the order they were added."""
         if count == len(self):
             taken = self._pages
             self.set_sorted(taken[:0])

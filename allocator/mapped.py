@@ -13,6 +13,7 @@ import torch
 
 from allocator.band import Band
 from allocator.errors import (
+    AllocatorError,
     BindError,
     ConfigurationError,
     DuplicateFreeError,
@@ -137,6 +138,8 @@ class MappedBand(Band):
         Raises:
             ConfigurationError: larger than what the tables were made for, or no page left.
         """
+        if self.is_id_owner and virtual_num_pages is not None:
+            raise ConfigurationError("an owner's ids follow from its pages", pool=self.sub_pool_name)
         num_pages = max_slots // self.page_size
         num_ids = num_pages if virtual_num_pages is None else virtual_num_pages
         fits = self.min_page_index < num_pages < self._tables.physical_to_virtual.shape[0]
@@ -255,17 +258,7 @@ class MappedBand(Band):
             return
         virtual_ids, physical_ids = virtual_ids.to(torch.int64), physical_ids.to(torch.int64)
         self._require_unmapped(virtual_ids)
-        low, high = self._band_pages()
-        require(
-            ((physical_ids >= low) & (physical_ids < high)).all(),
-            "kvtape: bind to a physical page outside the band",
-            lambda: BindError(
-                f"physical pages {physical_ids.tolist()} are not all inside the band [{low}, {high})",
-                pool=self.sub_pool_name,
-                ids=physical_ids.tolist(),
-                state=self.allocator_state_str(),
-            ),
-        )
+        self._require_taken(physical_ids, BindError)
         self._tables.bind(virtual_ids, physical_ids)
 
     def unbind(self, virtual_ids: torch.Tensor) -> None:
@@ -348,29 +341,51 @@ class MappedBand(Band):
             raise MoveGateClosedError("eager compaction moves pages at every free, and a move gate is closed",
                                       pool=self.sub_pool_name, state=self.allocator_state_str())  # fmt: skip
 
+    def _require_taken(self, physical_pages: torch.Tensor, error: type[AllocatorError]) -> None:
+        """Every place inside the band, and named once."""
+        low, high = self._band_pages()
+        places = "physical page(s) {bad} are outside the band [{low}, {high}) or named twice, in {given}"
+
+        def refused(bad: list[int]) -> AllocatorError:
+            text = places.format(bad=bad, low=low, high=high, given=physical_pages.tolist())
+            return error(text, pool=self.sub_pool_name, ids=bad, state=self.allocator_state_str())
+
+        outside = (physical_pages < low) | (physical_pages >= high)
+        require(
+            ~outside.any(),
+            "kvtape: a physical page outside the band",
+            lambda: refused(physical_pages[outside].tolist()),
+        )
+        require(
+            self._named_once(self.physical_to_virtual, physical_pages),
+            "kvtape: the same physical page twice",
+            lambda: refused(_repeated(physical_pages)),
+        )
+
     def _require_unmapped(self, virtual_pages: torch.Tensor) -> None:
         """Every page in range, not the padding page, not live, and named once."""
-        in_range = (virtual_pages > 0) & (virtual_pages < self.num_virtual_ids)
-        free = in_range & (self._tables.physical_of(virtual_pages) < 0)
+        free = self._tables.is_free(virtual_pages)
         require(
             free.all(),
             "kvtape: bind of a virtual page that is live, reserved or out of range",
             lambda: self._not_free(virtual_pages, virtual_pages[~free].tolist()),
         )
-        if virtual_pages.shape[0] > 1:
-            # As in `_require_live`, but in the rows of the table that hold -1 now and keep it if this is refused.
-            numbers = torch.arange(
-                -2, -2 - virtual_pages.shape[0], -1, dtype=torch.int64, device=virtual_pages.device
-            )
-            table = self.virtual_to_physical
-            table.index_copy_(0, virtual_pages, numbers)
-            named_once = (table.index_select(0, virtual_pages) == numbers).all()
-            table.index_fill_(0, virtual_pages, -1)
-            require(
-                named_once,
-                "kvtape: the same virtual page twice in one bind",
-                lambda: self._not_free(virtual_pages, _repeated(virtual_pages)),
-            )
+        require(
+            self._named_once(self.virtual_to_physical, virtual_pages),
+            "kvtape: the same virtual page twice in one bind",
+            lambda: self._not_free(virtual_pages, _repeated(virtual_pages)),
+        )
+
+    @staticmethod
+    def _named_once(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Whether no row of ``table`` is named twice: bool, one element, on the device. Numbers the rows, reads the numbers back (a row
+        named twice kept one) and restores what was there."""
+        before = table.index_select(0, rows)
+        numbers = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
+        table.index_copy_(0, rows, numbers)
+        once = (table.index_select(0, rows) == numbers).all()
+        table.index_copy_(0, rows, before)
+        return once
 
     def _not_free(self, virtual_pages: torch.Tensor, bad: list[int]) -> BindError:
         return BindError(

@@ -61,6 +61,10 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
     def _allocated_pages(self) -> int:
         return self._live_pages()
 
+    @property
+    def live_page_count(self) -> int:
+        return self._live_pages()
+
     def _is_frontier_transparent(self) -> bool:
         return self._live_pages() == 0
 
@@ -214,7 +218,7 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         open_bytes = self._gap_bytes(side)
         if self.moves_blocked():
             return open_bytes
-        self._forward.settle()
+        self._settle_everything()
         if open_bytes >= min_bytes or self._is_frontier_transparent():
             return open_bytes
         low, high = self._region_bounds_pages()
@@ -260,9 +264,14 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         """Close all holes by packing towards the other side; the span ends sooner on ``retreat_side``. Returns pages moved."""
         if self.moves_blocked() or not self._hole_pages():
             return 0
-        self._forward.settle()
+        self._settle_everything()
         live, _ = self._live_on_host()
         return self._pack(live, self.low_wm_page if retreat_side == "high" else self.high_wm_page - len(live))
+
+    def _settle_everything(self) -> None:
+        """Order this stream after whatever still reads or writes pages that may move now: the forward, and copies to the host."""
+        self._forward.settle()
+        self._forward.settle_transfers()
 
     def _pack(self, live: list[int], first: int) -> int:
         """Move the live pages (ascending) in order to the block that starts at ``first``; returns pages moved."""

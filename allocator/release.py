@@ -126,11 +126,16 @@ class ReleasingBand(MappedBand):
             self._compact_now(physical_pages)
 
     def free_physical(self, free_index: torch.Tensor | None) -> None:
-        """Release physical slots (token ids in whole pages) reserved by `alloc_physical`, bound meanwhile or not."""
+        """Release physical slots (token ids in whole pages) reserved by `alloc_physical`, bound meanwhile or not.
+
+        Raises:
+            NotAllocatedError: a page outside the band or named twice; nothing was released.
+        """
         if free_index is None or free_index.numel() == 0:
             return
         self._whole_pages(free_index.numel())
         physical_pages = free_index.to(torch.int64)[:: self.page_size] // self.page_size
+        self._require_taken(physical_pages, NotAllocatedError)
         if not self.lazy_compaction:
             self._require_open_gate()
         self._order_after_readers()

@@ -25,8 +25,16 @@ class PageTables:
             table[:1].fill_(0)
 
     def physical_of(self, virtual_pages: torch.Tensor) -> torch.Tensor:
-        """Physical page of each virtual page, -1 if unmapped, negative or out of range. int64, same shape."""
-        return self.virtual_to_physical[virtual_pages.clamp(-1, self.num_virtual_ids)]
+        """Physical page of each virtual page, -1 if unmapped, negative or out of range. int64, any shape."""
+        # A negative index counts from the end, where the sentinel is: below the table and past it both read -1.
+        return torch.take(self.virtual_to_physical, virtual_pages.clamp(-1, self.num_virtual_ids))
+
+    def is_free(self, virtual_pages: torch.Tensor) -> torch.Tensor:
+        """Whether each id names an unmapped page of the table. bool ``[n]``; the padding page is never free."""
+        rows = virtual_pages.clamp(
+            0, self.num_virtual_ids
+        )  # below the table is the padding page, past it the sentinel
+        return (self.virtual_to_physical.index_select(0, rows) < 0) & (rows < self.num_virtual_ids)
 
     def bind(self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor) -> None:
         """Map ``virtual_pages[i]`` and ``physical_pages[i]`` to each other."""
