@@ -27,6 +27,9 @@ def compare(
         if counted.verdict == "interrupted":
             break
         timed = replay(replace(options, target=target, checks=None, ledger=False), progress)
+        if timed.verdict == "interrupted":
+            outcomes.append(timed)
+            break
         rows.append(
             {
                 "strategy": strategy,

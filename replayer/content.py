@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from replayer.failure import CheckFailure
+
 if TYPE_CHECKING:
     from allocator import UnifiedKVPool
 
@@ -76,6 +78,14 @@ class KVStore:
         self.nanoseconds = 0
 
     def move_physical_pages(self, dst_pages: torch.Tensor, src_pages: torch.Tensor, page_size: int) -> None:
+        if page_size != self.page_size or dst_pages.shape != src_pages.shape:
+            raise CheckFailure(
+                "C6",
+                "asked to move other bytes than whole pages",
+                self.pool,
+                expected=f"as many places as pages, {self.page_size} slots each",
+                found=f"{dst_pages.shape[0]} places for {src_pages.shape[0]} pages of {page_size} slots",
+            )
         begin = perf_counter_ns()
         self._log.moved(self.pool, dst_pages, src_pages)
         self._copy(dst_pages, src_pages)
@@ -194,6 +204,8 @@ class ByteStore(KVStore):
         self._entries[torch.from_numpy(physical_tokens).to(device)] = self._grow(words).to(device)
 
     def differing(self, physical_pages: IntArray, words: Words) -> Mask:
+        if not len(physical_pages):
+            return np.zeros(words.shape, dtype=np.bool_)
         found = self._pages[torch.from_numpy(physical_pages).to(self._pages.device)].cpu()
         grown = self._grow(words.reshape(-1)).view(found.shape)
         mask: Mask = (found != grown).view(*words.shape, -1).any(-1).numpy()

@@ -122,10 +122,17 @@ class Driver(Caller):
                 self._forget_answers()
             self.driven += 1
             if self.flush_every and self.driven % self.flush_every == 0:
-                self._flush_by_policy(self.by_number)
+                self._flush_after_event()
             if each is not None:
                 each()
         return True
+
+    def _flush_after_event(self) -> None:
+        try:
+            self._flush_by_policy(self.by_number)
+        except CheckFailure as failure:
+            failure.seq, failure.call = self.seq, f"the flush after event {self.seq} (--flush-every)"
+            raise
 
     def _describe(self, kind: int, pool: int, index: int) -> str:
         name = self.by_number[pool].name if pool >= 0 else "all pools"
@@ -403,7 +410,7 @@ class Driver(Caller):
 
     def _free_segment(self, state: PoolState, index: int) -> None:
         tokens, start = self._must(0, index), self._value[index]
-        if start % state.page_size:
+        if start % state.page_size or (len(tokens) and tokens[0] % state.page_size):
             raise TraceContradiction(
                 f"free_segment starts at position {start}, no border of {state.page_size}-token pages"
             )
@@ -457,7 +464,10 @@ class Driver(Caller):
     def _flush(self, state: PoolState, index: int) -> None:
         urgent = bool(self._value[index])
         method = state.allocator.flush_for_allocation if urgent else state.allocator.flush_opportunistic
-        self._moved_by("flush", state, index, method)
+        before = self.moves.moved_pages[state.name]
+        result = self._moved_by("flush", state, index, method)
+        if self.checks is not None and state.lazy:
+            self.checks.flushed(state, urgent, result, self.moves.moved_pages[state.name] - before)
 
     def _side(self, state: PoolState, index: int) -> str:
         if not state.is_float or self._value[index] not in (0, 1):
@@ -478,38 +488,49 @@ class Driver(Caller):
 
     def _moved_by(
         self, name: str, state: PoolState, index: int, method: Callable[..., int], **arguments: Any
-    ) -> None:
-        result = self._call(name, method, **arguments)
+    ) -> int:
+        result: int = self._call(name, method, **arguments)
         if self.checks is None:
             self.hazards.log.clear()
-            return
+            return result
         self._judge_log()
         if self.ids.identity and self._result_kind[index] == 3:
             self.checks.recorded_number(state, name, result, self._result_value[index])
+        return result
 
     # -- forwards, gates, leases
 
     def _set_latest_forward_done_event(self, state: PoolState, index: int) -> None:
-        event = None if self._value[index] < 0 else self._event(self._value[index])
+        event = None if self._value[index] < 0 else self._launched(state, index)
         self._call("set_latest_forward_done_event", state.allocator.set_latest_forward_done_event, event)
         self.hazards.set_latest(state.name, event)
 
     def _set_inflight_forward(self, state: PoolState, index: int) -> None:
-        self._write_set(state, index, told_when_done=False)
+        self._write_set(state, index)
 
     def _forward_begin(self, state: PoolState, index: int) -> None:
-        event = self._event(self._value[index])
+        event = self._launched(state, index)
         self._call("set_latest_forward_done_event", state.allocator.set_latest_forward_done_event, event)
         self.hazards.set_latest(state.name, event)
-        self._write_set(state, index, told_when_done=True)
+        self._write_set(state, index)
         reads = self._ids(1, index)
         if reads is not None and len(reads) and self.checks is not None:
             own = self.ids.tokens(state, reads)
             state.oracle.require_pages(own // state.page_size, "the read set")
             self.hazards.begin_reading(state, event, own)
 
-    def _write_set(self, state: PoolState, index: int, *, told_when_done: bool) -> None:
-        event = self._event(self._value[index])
+    def _launched(self, state: PoolState, index: int) -> ReplayEvent:
+        """The event of a forward that is launched now. Numbers rise with launches: a forward that is over takes with it all before."""
+        number = self._value[index]
+        if number < state.last_forward:
+            raise TraceContradiction(
+                f"forward {number} is launched after forward {state.last_forward}; event numbers must rise"
+            )
+        state.last_forward = number
+        return self._event(number)
+
+    def _write_set(self, state: PoolState, index: int) -> None:
+        event = self._launched(state, index)
         written = self._ids(0, index)
         own = None if written is None or not len(written) else self.ids.tokens(state, written)
         if own is None:
@@ -521,7 +542,7 @@ class Driver(Caller):
             return
         if own is not None:
             own = self._still_live(state, own)
-        self.hazards.begin_writing(state, event, own, told_when_done=told_when_done)
+        self.hazards.begin_writing(state, event, own)
 
     def _still_live(self, state: PoolState, tokens: IntArray) -> IntArray:
         """Tokens of a write set that have a place: padding and what was freed before the launch have none."""

@@ -56,7 +56,6 @@ class _Writer:
     offsets: IntArray
     generations: IntArray
     physical_tokens: IntArray
-    told_when_done: bool
     landed: bool = False
 
     def physical_pages(self) -> IntArray:
@@ -108,26 +107,20 @@ class Hazards:
     def set_latest(self, pool: str, event: ReplayEvent | None) -> None:
         self._latest[pool] = -1 if event is None else event.number
 
-    def begin_writing(
-        self, state: PoolState, event: ReplayEvent, tokens: IntArray | None, *, told_when_done: bool
-    ) -> None:
-        """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool."""
+    def begin_writing(self, state: PoolState, event: ReplayEvent, tokens: IntArray | None) -> None:
+        """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool. The allocator keeps one slot,
+        so the forward before it is taken to be over as far as its writes go: the engine must see to that."""
         writers = self._writers.setdefault(state.name, [])
-        if not told_when_done:
-            for writer in writers:
-                if not writer.told_when_done and not writer.landed:
-                    self._land(writer)
-            writers[:] = [writer for writer in writers if writer.told_when_done]
+        for writer in writers:
+            if not writer.landed:
+                self._land(writer)
+        writers.clear()
         if tokens is None or not len(tokens) or event.number <= self._landed_through:
             return
         pages = tokens // state.page_size
         offsets = tokens - pages * state.page_size
         physical = state.placed_physical[pages] * state.page_size + offsets
-        writers.append(
-            _Writer(
-                event.number, state, pages, offsets, state.oracle.generation[pages], physical, told_when_done
-            )
-        )
+        writers.append(_Writer(event.number, state, pages, offsets, state.oracle.generation[pages], physical))
 
     def begin_reading(self, state: PoolState, event: ReplayEvent, tokens: IntArray) -> None:
         """A forward was launched that reads ``tokens`` at the places they have now."""
@@ -164,6 +157,7 @@ class Hazards:
 
     def forget(self, state: PoolState) -> None:
         """The pool was cleared."""
+        self._latest.pop(state.name, None)
         self._writers.pop(state.name, None)
         self._readers = [reader for reader in self._readers if reader.state is not state]
 

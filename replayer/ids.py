@@ -18,19 +18,27 @@ if TYPE_CHECKING:
     from replayer.pool_state import PoolState
 
 
+def owner_of(states: Sequence[PoolState], state: PoolState) -> PoolState:
+    """The pool whose ids ``state`` is indexed by: itself, or the owner with as many ids; a header does not name it."""
+    if state.header.is_id_owner:
+        return state
+    owners = [other for other in states if other.header.is_id_owner]
+    alike = [other for other in owners if other.header.num_virtual_ids == state.header.num_virtual_ids]
+    return (alike or owners or [state])[0]
+
+
 class IdMap:
     """``identity``: recorded ids are the allocator's. Otherwise one table a pool, recorded page to own page, -1 unknown."""
 
     def __init__(self, states: Sequence[PoolState], *, identity: bool) -> None:
         self.identity = identity
         self._own: dict[str, IntArray] = {}
-        owner = next((state for state in states if state.header.is_id_owner), None)
         for state in states:
             # A pool indexed by another pool's ids shares that pool's table.
-            home = state if state.header.is_id_owner or owner is None else owner
-            self._own[state.name] = self._own.get(
-                home.name, np.full(state.header.num_virtual_ids + 1, -1, dtype=np.int64)
-            )
+            home = owner_of(states, state)
+            if home.name not in self._own:
+                self._own[home.name] = np.full(home.header.num_virtual_ids + 1, -1, dtype=np.int64)
+            self._own[state.name] = self._own[home.name]
 
     def learn(self, state: PoolState, recorded: IntArray, own: IntArray) -> None:
         """An alloc that answered ``recorded`` in the engine answered ``own`` here (token ids, same length)."""

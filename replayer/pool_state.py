@@ -28,6 +28,7 @@ class PoolState:
         self.is_float = header.grow_direction == "float"
         self.is_state = header.kind == "mamba"
         self.lazy: bool = allocator.lazy_compaction
+        self.move_cap = int(allocator._lazy_max_moves_per_call)
         self.store_device = str(allocator.device)
         self.oracle = PoolOracle(number, header.name, allocator.num_virtual_ids, self.page_size)
         self.clear()
@@ -42,6 +43,9 @@ class PoolState:
         self.leased = np.zeros(self.num_pages + 1, dtype=np.int64)
         self.reserved = np.zeros(self.num_pages + 1, dtype=np.bool_)
         self.reserved_count = 0
+        self.last_forward = -1
+        #: ``alloc_physical`` was called: SGLang forbids moves from then until a load is queued, which a trace does not tell.
+        self.had_reservations = False
 
     # -- tables, on the host
 

@@ -92,36 +92,38 @@ class Outcome:
 
 Progress = Callable[[int], None]
 
+#: Events between sweeps in the passes that look for the first wrong event: each pass starts at the last clean sweep of the one before.
+NARROWING = (64, 1)
+
 
 def replay(options: ReplayOptions, progress: Progress | None = None) -> Outcome:
-    """Replay a trace; on a late find, replay again to name the first wrong event.
+    """Replay a trace; when a check fails, replay again with more checks to name the first wrong event.
 
     Raises:
         TraceError: the file is no trace, damaged inside, or holds impossible events.
         UsageError: a target that does not exist.
     """
     outcome, checks = _run(options, progress)
-    failure = outcome.failure
-    if (
-        failure is None
-        or checks is None
-        or options.checks is None
-        or not failure.may_be_older
-        or options.checks.every == 1
-    ):
+    if outcome.failure is None or checks is None or options.checks is None or options.checks.every == 1:
         return outcome
-    first = max(0, checks.last_sweep + 1)
-    closer = replace(
-        options,
-        checks=replace(options.checks, every=1, first=first),
-        until=failure.seq + 1,
-        ledger=False,
-        drain=failure.call.startswith("drain"),
-    )
-    again, _ = _run(closer, None)
-    if again.failure is not None and (again.failure.seq, again.failure.call) != (failure.seq, failure.call):
-        outcome.narrowed_from = failure.seq
-        outcome.failure, outcome.recent_moves = again.failure, again.recent_moves
+    found = outcome.failure
+    for sweep_every in NARROWING:
+        assert outcome.failure is not None
+        closer = replace(
+            options,
+            checks=replace(
+                options.checks, every=1, sweep_every=sweep_every, first=max(0, checks.last_sweep + 1)
+            ),
+            until=outcome.failure.seq + 1,
+            ledger=options.ledger and outcome.failure.check == "C11",
+            drain=outcome.failure.call.startswith("drain"),
+        )
+        again, checks_again = _run(closer, None)
+        if again.failure is None or checks_again is None or again.failure.seq > outcome.failure.seq:
+            break
+        outcome.failure, outcome.recent_moves, checks = again.failure, again.recent_moves, checks_again
+    if outcome.failure.seq != found.seq:
+        outcome.narrowed_from = found.seq
     return outcome
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,14 @@ from replayer.pool_state import PoolState
 FULL_KV_BYTES = 4 * 2**20
 #: A header's sizes are a claim; what a replay would reserve for them is bounded.
 MAX_HARNESS_BYTES = 4 * 2**30
+#: Layers of the deepest model that is worth believing.
+MAX_LAYERS = 4096
 #: Names an allocator must have to be driven and looked into (SGLang 0.5.23's).
 REQUIRED = (
     "alloc", "alloc_extend", "alloc_decode", "free", "_flush", "flush_for_allocation", "flush_opportunistic", "available_size",
     "virtual_to_physical", "physical_to_virtual", "translate_kv_loc", "num_pages", "min_page_index", "_free_phys_pages",
-    "_pending_reuse_pages_cpu", "set_latest_forward_done_event", "set_inflight_forward",
+    "_pending_reuse", "_pending_reuse_pages_cpu", "set_latest_forward_done_event", "set_inflight_forward", "moves_blocked",
+    "schedulable_available_size", "allocated_count", "_lazy_max_moves_per_call", "lazy_compaction", "page_size",
 )  # fmt: skip
 
 
@@ -47,6 +51,7 @@ def build_pools(header: Header, options: TargetOptions, log: StoreLog) -> dict[s
         ImpossibleEvent: a header that describes pools which cannot be laid out, or too large to replay.
     """
     check_claims(header)
+    _check_device(options.device)
     full = options.kv == "full" or (options.kv == "auto" and header.total_bytes <= FULL_KV_BYTES)
     if full and header.total_bytes > MAX_HARNESS_BYTES:
         raise UsageError(
@@ -74,6 +79,19 @@ def build_pools(header: Header, options: TargetOptions, log: StoreLog) -> dict[s
     }
 
 
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=device)
+        usable = torch.device(device).type != "meta"
+        reason = "it holds no bytes"
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        usable, reason = False, str(error).splitlines()[0]
+    if not usable:
+        raise UsageError(f"device {device!r} cannot be used: {reason}")
+
+
 def build_buffer(header: Header, device: str) -> Any:
     """The shared buffer of the header's pools; on ``"meta"`` without memory.
 
@@ -93,8 +111,6 @@ def build_buffer(header: Header, device: str) -> Any:
         )
     except AllocatorError as error:
         raise ImpossibleEvent(f"the header's pools cannot be laid out: {error}") from None
-    except RuntimeError as error:
-        raise UsageError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def spec_of(pool: PoolHeader) -> Any:
@@ -144,7 +160,7 @@ def spec_of(pool: PoolHeader) -> Any:
             )  # fmt: skip
         if spec.entry_bytes() == pool.entry_bytes:
             return spec
-    except (KeyError, TypeError, AllocatorError):
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AllocatorError):
         pass  # no usable layout; the size of an entry is what the allocator's decisions depend on
     try:
         return OpaqueSubPoolSpec(
@@ -165,14 +181,16 @@ def check_claims(header: Header) -> None:
     reserved = 0
     for pool in header.pools:
         if (
-            not 1 <= pool.page_size <= 256
+            not 1 <= pool.layer_num <= MAX_LAYERS
+            or not 1 <= pool.page_size <= 256
             or pool.entry_bytes < 1
             or pool.num_pages < 1
             or pool.num_virtual_ids < 1
         ):
             raise ImpossibleEvent(
-                f"pool {pool.name!r} claims page size {pool.page_size}, {pool.entry_bytes} bytes an entry, {pool.num_pages} pages, "
-                f"{pool.num_virtual_ids} ids: page sizes are 1 to 256, and nothing is empty"
+                f"pool {pool.name!r} claims {pool.layer_num} layers, page size {pool.page_size}, "
+                f"{pool.entry_bytes} bytes an entry, {pool.num_pages} pages, "
+                f"{pool.num_virtual_ids} ids: page sizes are 1 to 256, layers 1 to {MAX_LAYERS}, and nothing is empty"
             )
         slots = (
             max(
@@ -227,12 +245,19 @@ def build_allocators(
             ) from None
         _check_surface(made[pool.name], pool)
         if "move_cap" in header.settings:
-            made[pool.name]._lazy_max_moves_per_call = int(header.settings["move_cap"])
+            made[pool.name]._lazy_max_moves_per_call = _move_cap(header)
     chain = [made[spec.name] for spec in buffer.sub_pool_specs]
     for low, high in itertools.pairwise(chain):
         low.bind_high_peer(high)
         high.bind_low_peer(low)
     return made
+
+
+def _move_cap(header: Header) -> int:
+    cap = header.settings["move_cap"]
+    if not isinstance(cap, int) or cap < 0:
+        raise ImpossibleEvent(f"the header's move_cap is {cap!r}, not a number of pages")
+    return cap
 
 
 def _classes(name: str) -> tuple[type[Any], type[Any]]:
@@ -241,7 +266,7 @@ def _classes(name: str) -> tuple[type[Any], type[Any]]:
     if name == "kvtape":
         return MultiEndedAllocator, FloatMultiEndedAllocator
     parts = name.split(",")
-    if len(parts) > 2 or not all(":" in part for part in parts):
+    if len(parts) > 2 or not all(re.fullmatch(r"[\w.]*\w:\w+", part) for part in parts):
         raise UsageError(
             f"--allocator {name!r}: kvtape, sglang, MODULE:CLASS or MODULE:CLASS,MODULE:FLOAT_CLASS"
         )
@@ -253,7 +278,7 @@ def _load(name: str) -> type[Any]:
     module_name, class_name = name.split(":", 1)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # whatever a module of somebody else's does when it is imported
         raise UsageError(
             f"--allocator {name!r}: cannot import {module_name!r} ({error}); is its folder in PYTHONPATH?"
         ) from None

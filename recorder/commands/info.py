@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,11 +71,17 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # Drawn into memory and written by us: rich ends the process itself when the reader of a pipe goes away.
+    terminal = sys.stdout.isatty()
     for number, report in enumerate(reports):
+        text = io.StringIO()
+        console = Console(
+            file=text, force_terminal=terminal, width=None if terminal else 160, highlight=False
+        )
         if number:
             console.print()
         _print(console, report)
+        print(text.getvalue(), end="")
     return 0
 
 

@@ -77,6 +77,20 @@ def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int) 
     return sizes[0], sizes[1]
 
 
+def check_gate(state: PoolState, hazards: Hazards) -> None:
+    """C9 and C10 rest on it: the allocator knows whether the gate is open, now, and takes nothing else for a shut one.
+
+    Raises:
+        CheckFailure: C9.
+    """
+    expected = not hazards.gate_open.get(state.name, True)
+    found = state.allocator.moves_blocked()
+    if found != expected and not state.had_reservations and (state.lazy or state.is_float):
+        raise CheckFailure(
+            "C9", "moves_blocked() is not what the gate says", state.name, [], str(expected), str(found)
+        )
+
+
 def check_flushed(state: PoolState, *, urgent: bool, moves: int, hazards: Hazards) -> None:
     """C12 after one flush of a lazy END pool with its gate open: an urgent flush leaves no hole, any other one that no forward held
     back and no cap stopped leaves the live pages packed at the origin.
@@ -84,18 +98,23 @@ def check_flushed(state: PoolState, *, urgent: bool, moves: int, hazards: Hazard
     Raises:
         CheckFailure: C12.
     """
+    if not urgent and moves > state.move_cap:
+        raise CheckFailure(
+            "C12",
+            "an opportunistic flush ignored its bound",
+            state.name,
+            [],
+            f"at most {state.move_cap} moves",
+            f"{moves} moves",
+        )
     holes = state.holes()
-    if not holes or not hazards.gate_open.get(state.name, True) or state.allocator.moves_blocked():
+    if not holes or not hazards.gate_open.get(state.name, True) or state.had_reservations:
         return
     if urgent:
         raise CheckFailure(
             "C12", "an urgent flush left holes in the band", state.name, [], "0 holes", f"{holes} holes"
         )
-    if (
-        not hazards.nothing_runs(state.name)
-        or state.pending()
-        or moves >= state.allocator._lazy_max_moves_per_call
-    ):
+    if not hazards.nothing_runs(state.name) or state.pending() or moves >= state.move_cap:
         return
     low, high = state.band()
     pages = np.sort(state.allocator._free_phys_pages.cpu().numpy())

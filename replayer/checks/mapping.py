@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
@@ -41,6 +42,48 @@ def check_places(state: PoolState, physical_pages: IntArray) -> None:
             expected=shown(expected[found != expected]),
             found=shown(found[found != expected]),
         )
+
+
+def check_translation(state: PoolState, virtual_pages: IntArray) -> None:
+    """``translate_kv_loc``, which is what readers see of the tables, for the last token of live pages.
+
+    Raises:
+        CheckFailure: C1.
+    """
+    size = state.page_size
+    tokens = virtual_pages * size + (size - 1)
+    found = translated(state, tokens)
+    expected = state.placed_physical[virtual_pages] * size + (size - 1)
+    if not np.array_equal(found, expected):
+        wrong = found != expected
+        raise CheckFailure("C1", f"translate_kv_loc of tokens of virtual page(s) {shown(virtual_pages[wrong])}", state.name,
+                           virtual_pages[wrong][:16].tolist(), shown(expected[wrong]), shown(found[wrong]), may_be_older=True)  # fmt: skip
+
+
+def check_sink(state: PoolState) -> None:
+    """Ids that name nothing translate to 0, the place of padding writes, and ``out=`` is written where it was asked for.
+
+    Raises:
+        CheckFailure: C1.
+    """
+    end = state.oracle.num_virtual_ids * state.page_size
+    dead = np.flatnonzero(~state.oracle.live[1:])[:1] + 1
+    tokens = np.concatenate([np.array([-1, 0, end, 2 * end + 1], dtype=np.int64), dead * state.page_size])
+    out = torch.full(tokens.shape, -7, dtype=torch.int64, device=state.allocator.device)
+    found = translated(state, tokens, out=out)
+    if found.any() or out.cpu().numpy().any():
+        raise CheckFailure("C1", f"translate_kv_loc of tokens {shown(tokens)}, none of which is live", state.name, [],
+                           "0 each, in out= too", f"{shown(found)}; out= {shown(out.cpu().numpy())}", may_be_older=True)  # fmt: skip
+
+
+def translated(state: PoolState, tokens: IntArray, **out: torch.Tensor) -> IntArray:
+    """What the allocator translates virtual tokens to, on the host."""
+    answer: IntArray = (
+        state.allocator.translate_kv_loc(torch.from_numpy(tokens).to(state.allocator.device), **out)
+        .cpu()
+        .numpy()
+    )
+    return answer
 
 
 def sweep_tables(state: PoolState) -> int:

@@ -42,6 +42,24 @@ def check_counts(state: PoolState) -> None:
         )
 
 
+def check_reported(state: PoolState) -> None:
+    """C4 for what the allocator says about itself: its live tokens are those of the calls.
+
+    Raises:
+        CheckFailure: C4.
+    """
+    found, expected = state.allocator.allocated_count(), state.live_count() * state.page_size
+    if found != expected:
+        raise CheckFailure(
+            "C4",
+            "allocated_count() is not what the calls left",
+            state.name,
+            [],
+            f"{expected} tokens",
+            f"{found} tokens",
+        )
+
+
 def check_frontiers(chain: Sequence[PoolState], total_bytes: int) -> None:
     """C5 for the bands: inside the buffer, in order, not overlapping in bytes. ``chain`` is low byte end to high.
 

@@ -15,13 +15,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recorder.trace import StateRow
-from replayer.checks.capacity import Capacities, check_capacity, check_flushed, check_remembered, inputs_of
+from replayer.checks.capacity import (
+    Capacities,
+    check_capacity,
+    check_flushed,
+    check_gate,
+    check_remembered,
+    inputs_of,
+)
 from replayer.checks.contents import check_contents, sweep_contents, write_new
-from replayer.checks.mapping import check_places, check_rows, sweep_tables
+from replayer.checks.mapping import check_places, check_rows, check_sink, check_translation, sweep_tables
 from replayer.checks.partition import (
     check_counts,
     check_frontiers,
     check_inside,
+    check_reported,
     sweep_free_ids,
     sweep_partition,
 )
@@ -29,6 +37,7 @@ from replayer.checks.recorded import check_state
 from replayer.content import IntArray
 from replayer.failure import CHECKS, CheckFailure
 from replayer.hazards import Hazards
+from replayer.ids import owner_of
 from replayer.oracle import Growth, TraceContradiction, shown
 from replayer.pool_state import PoolState
 
@@ -38,6 +47,7 @@ if TYPE_CHECKING:
 
 #: Recorded states whose digests are compared, one in so many; the figures are compared in all.
 DIGEST_EVERY = 4
+SWEEP_EVERY = 4096
 #: Batches of moves kept for the report of a failure.
 RECENT_MOVES = 256
 _DIRECTIONS = {"up": 0, "float": 1, "down": 2}
@@ -45,11 +55,12 @@ _DIRECTIONS = {"up": 0, "float": 1, "down": 2}
 
 @dataclass
 class CheckOptions:
-    """``every``: events between checks of the whole chain; 0 means after each flush. ``first``: no check before this event."""
+    """``every``: events between checks of the whole chain; 0 means after each flush. ``sweep_every``: events between sweeps; by default
+    1 where the chain is checked after every event, else `SWEEP_EVERY`. ``first``: no check before this event."""
 
     enabled: frozenset[str] = field(default_factory=lambda: frozenset(CHECKS))
     every: int = 0
-    sweep_every: int = 4096
+    sweep_every: int | None = None
     max_syncs: int | None = None
     logprob_every: int = 64
     first: int = 0
@@ -85,6 +96,8 @@ class Checks:
         self._inputs_checked: Capacities = ()
         self._sizes: list[tuple[int, int]] = []
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
+
+        self._sweep_every = options.sweep_every or (1 if options.every == 1 else SWEEP_EVERY)
 
     def on(self, check: str) -> bool:
         return check in self.options.enabled
@@ -181,6 +194,15 @@ class Checks:
                     "C15", "the trace cannot be followed without ids that the engine had", state.name
                 )
         self.held["C15"] += 1
+
+    def flushed(self, state: PoolState, urgent: bool, result: int, moved: int) -> None:
+        """A flush event, whatever the allocator made of it: it tells the moves it made, and it packs (C12)."""
+        if result != moved:
+            self._fail(CheckFailure("C4", "a flush returned another number than it moved", state.name, [], f"{moved} pages moved",
+                                    f"returned {result}"))  # fmt: skip
+        if self.on("C12"):
+            check_flushed(state, urgent=urgent, moves=moved, hazards=self.hazards)
+            self.held["C12"] += 1
 
     def recorded_number(self, state: PoolState, name: str, found: int, expected: int) -> None:
         if not self.compares_recorded:
@@ -287,6 +309,7 @@ class Checks:
         self.hazards.judge_handed_out(state, physical)
         state.reserved[physical] = True
         state.reserved_count += len(physical)
+        state.had_reservations = True
 
     def before_release_physical(self, state: PoolState, tokens: IntArray, *, reserved_only: bool) -> None:
         """``free_physical`` and ``cancel_physical_reservation``: whole taken places, each once."""
@@ -346,7 +369,7 @@ class Checks:
             not fresh
             and not self._moved
             and not self.options.every
-            and seq - self.last_sweep < self.options.sweep_every
+            and seq - self.last_sweep < self._sweep_every
         ):
             if seq in self.states:
                 self._compare_state(seq)
@@ -363,7 +386,7 @@ class Checks:
         if fresh or self._moved or (self.options.every and self._since_check >= self.options.every):
             self._since_check = 0
             self._check_chain(new_flushes)
-        if self.options.every == 1 or seq - self.last_sweep >= self.options.sweep_every:
+        if seq - self.last_sweep >= self._sweep_every:
             self.sweep(seq)
         if seq in self.states:
             self._compare_state(seq)
@@ -386,6 +409,7 @@ class Checks:
             if self.on("C1"):
                 check_rows(state, virtual)
                 check_places(state, np.concatenate(self._vacated[name]))
+                check_translation(state, virtual)
                 self.held["C1"] += len(virtual)
             if self.on("C5") and len(virtual):
                 check_inside(state, state.placed_physical[virtual])
@@ -398,6 +422,9 @@ class Checks:
         for state in self.chain:
             if self.on("C4") or self.on("C2"):
                 self._try(check_counts, state)
+                self._try(check_reported, state)
+            if self.on("C9"):
+                check_gate(state, self.hazards)
         self.held.update({"C2": len(self.chain), "C4": len(self.chain), "C5": 1, "C10": len(self.chain)})
         inputs = inputs_of(self.chain)
         if inputs == self._inputs_checked:
@@ -447,10 +474,7 @@ class Checks:
                 self.held["C14"] += 1
 
     def _owner_of(self, name: str) -> PoolState:
-        state = self.pools[name]
-        if state.header.is_id_owner:
-            return state
-        return next((other for other in self.pools.values() if other.header.is_id_owner), state)
+        return owner_of(list(self.pools.values()), self.pools[name])
 
     def _try(self, check: object, state: PoolState) -> None:
         try:
@@ -469,8 +493,11 @@ class Checks:
         for state in self.chain:
             if self.on("C1"):
                 self.held["C1"] += sweep_tables(state)
+                check_translation(state, state.oracle.live_pages())
+                check_sink(state)
             if self.on("C2") or self.on("C4") or self.on("C5"):
                 self._try(sweep_partition, state)
+                self._try(check_reported, state)
                 self.held.update({"C2": 1, "C4": 1, "C5": 1})
             if self.on("C3") and not state.allocator.free_group:
                 self.held["C3"] += sweep_free_ids(state)

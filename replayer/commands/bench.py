@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replayer.console import print_rich
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -148,7 +150,7 @@ def _run_whole(args: argparse.Namespace) -> int:
             f"{one.columns_per_second / 1e6:.1f} M",
             f"{one.everything_per_second / 1e6:.1f} M",
         )
-    _console().print(table)
+    print_rich(lambda console: console.print(table))
     return 0
 
 
@@ -239,7 +241,17 @@ def _print_tables(
     ours: Sequence[str],
     references: Sequence[str],
 ) -> None:
-    console = _console()
+    print_rich(lambda console: _draw_tables(console, machine, rounds, measured, ours, references))
+
+
+def _draw_tables(
+    console: Console,
+    machine: dict[str, Any],
+    rounds: int,
+    measured: Sequence[Measurement],
+    ours: Sequence[str],
+    references: Sequence[str],
+) -> None:
     for one in measured:
         console.print(_trace_table(one, ours, references))
     console.print(_summary_table(measured, ours, references))
@@ -253,12 +265,6 @@ def _print_tables(
     )
     if not references:
         console.print(NOT_INSTALLED + ".", highlight=False)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def _new_table(title: str, first: str, headings: Sequence[str]) -> Table:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replayer.console import print_rich
 from replayer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -79,14 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_syncs is not None and args.no_ledger:
-        raise UsageError("--max-syncs needs the ledger; leave --no-ledger out")
+    if args.no_ledger and (args.max_syncs is not None or args.compare):
+        raise UsageError("--max-syncs and --compare count synchronisations; leave --no-ledger out")
+    if args.max_syncs is not None and args.check == "none":
+        raise UsageError("--max-syncs is a check; leave --check none out")
     if args.compare and args.per_flush:
         raise UsageError("--per-flush lists one strategy's flushes; leave --compare out")
     code = EXIT_HELD
     for path in args.traces:
         options = _options(args, path)
-        with _Bar(path, shown=not (args.json or args.quiet) and sys.stderr.isatty()) as bar:
+        with _Bar(
+            path, shown=not (args.json or args.quiet) and sys.stderr is not None and sys.stderr.isatty()
+        ) as bar:
             code = _worse(code, _compare(args, options, bar) if args.compare else _replay(args, options, bar))
         if code == EXIT_INTERRUPTED:
             break
@@ -103,7 +109,7 @@ def _options(args: argparse.Namespace, path: Path) -> ReplayOptions:
     from replayer.replay import ReplayOptions
     from replayer.targets import TargetOptions
 
-    enabled = _enabled(args.check)
+    enabled = _enabled(args.check) | (frozenset() if args.max_syncs is None else {"C11"})
     checks = (
         CheckOptions(enabled=enabled, every=_every(args.check_every), max_syncs=args.max_syncs)
         if enabled
@@ -133,8 +139,7 @@ def _replay(args: argparse.Namespace, options: ReplayOptions, progress: Progress
     if args.json:
         _print_json(found)
     else:
-        console = _console()
-        print_report(found, console)
+        print_rich(lambda console: print_report(found, console))
         if args.per_flush:
             _print_flushes(found["per_flush"])
     return _exit_code(outcome)
@@ -145,16 +150,17 @@ def _compare(args: argparse.Namespace, options: ReplayOptions, progress: Progres
     from replayer.report import figures, print_report
 
     strategies = [name.strip() for name in args.compare.split(",") if name.strip()]
+    if not strategies:
+        raise UsageError("--compare names no strategy")
     rows, outcomes = compare(options, strategies, progress)
     _close(progress)
     failed = [figures(outcome) for outcome in outcomes if outcome.verdict == "failed"]
     if args.json:
         _print_json({"trace": str(options.path), "strategies": rows, "failures": failed})
     else:
-        console = _console()
-        print_comparison(str(options.path), rows, console)
+        print_rich(lambda console: print_comparison(str(options.path), rows, console))
         for found in failed:
-            print_report(found, console)
+            print_rich(partial(print_report, found))
     code = EXIT_HELD
     for outcome in outcomes:
         code = _worse(code, _exit_code(outcome))
@@ -202,12 +208,6 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or more")
     return int(text)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def _print_json(value: Any) -> None:

@@ -51,13 +51,14 @@ class LosesAHole(MultiEndedAllocator):
 
 
 class OverlapsItsNeighbour(MultiEndedAllocator):
-    """Grows without asking where the next band begins."""
+    """Knows its capacity, and grows beyond it into the next band."""
 
-    def _chain_high_frontier_below_bytes(self) -> int:
-        return 0
+    def _make_sure_of(self, num_pages: int) -> bool:
+        return True
 
-    def _chain_low_frontier_above_bytes(self) -> int:
-        return self.total_bytes
+    def _extend_watermark(self, num_pages: int) -> bool:
+        self.watermark_physical += num_pages if self.grow_direction == "up" else -num_pages
+        return True
 
 
 class ClearsBeforeCopying(MultiEndedAllocator):
@@ -117,6 +118,81 @@ class TranslatesToTheNextPage(MultiEndedAllocator):
     def translate_kv_loc(self, virt_tokens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         shifted = super().translate_kv_loc(virt_tokens, out=out) + self.page_size
         return shifted.clamp_(max=self.max_slots - 1)
+
+
+class TranslatesByAnOldTable(MultiEndedAllocator):
+    """Translates by a copy of the table that every alloc renews, and no flush."""
+
+    _copy: torch.Tensor | None = None
+
+    def _take_and_bind(self, virtual_pages: torch.Tensor, num_pages: int) -> torch.Tensor | None:
+        taken = super()._take_and_bind(virtual_pages, num_pages)
+        self._copy = self.virtual_to_physical.clone()
+        return taken
+
+    def translate_kv_loc(self, virt_tokens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        current = self._tables.virtual_to_physical
+        self._tables.virtual_to_physical = current if self._copy is None else self._copy
+        try:
+            return super().translate_kv_loc(virt_tokens, out=out)
+        finally:
+            self._tables.virtual_to_physical = current
+
+
+class MovesHalfPages(MultiEndedAllocator):
+    """Asks for moves of half a page."""
+
+    def _move(self, src_list: list[int], dst_list: list[int]) -> torch.Tensor:
+        self.page_size, size = self.page_size // 2, self.page_size
+        try:
+            return super()._move(src_list, dst_list)
+        finally:
+            self.page_size = size
+
+
+class MovesAllButTheLast(MultiEndedAllocator):
+    """The bytes of the last page of a batch stay behind."""
+
+    def _move(self, src_list: list[int], dst_list: list[int]) -> torch.Tensor:
+        store, self._kvcache = self._kvcache, _AllButTheLast(self._kvcache)
+        try:
+            return super()._move(src_list, dst_list)
+        finally:
+            self._kvcache = store
+
+
+class _AllButTheLast:
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def move_physical_pages(self, dst_pages: torch.Tensor, src_pages: torch.Tensor, page_size: int) -> None:
+        self._store.move_physical_pages(dst_pages[:-1], src_pages[:-1], page_size)
+
+
+class IgnoresItsBound(MultiEndedAllocator):
+    """An opportunistic flush moves as many pages as it likes."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
+    def _flush(self, *, urgent: bool) -> int:
+        bound, self._lazy_max_moves_per_call = self._lazy_max_moves_per_call, 10**6
+        try:
+            return super()._flush(urgent=urgent)
+        finally:
+            self._lazy_max_moves_per_call = bound
+
+
+class SkipsIdleFlushes(MultiEndedAllocator):
+    def flush_opportunistic(self) -> int:
+        return 0
+
+
+class CountsWrong(MultiEndedAllocator):
+    """Only what it reports of itself is wrong."""
+
+    def allocated_count(self) -> int:
+        return super().allocated_count() + self.page_size
 
 
 class TakesHighestHole(MultiEndedAllocator):

@@ -54,9 +54,9 @@ def frees(s: Scenario) -> int:
     return 1
 
 
-def frees_then_flush(s: Scenario) -> int:
-    frees(s)
-    return 2
+def allocates(s: Scenario) -> int:
+    s.alloc("full", 6)
+    return 0
 
 
 def grows_into_the_neighbour(s: Scenario) -> int:
@@ -88,6 +88,22 @@ def reuses_what_is_read(s: Scenario) -> int:
     return 4
 
 
+def moves_a_page(s: Scenario) -> int:
+    ids = s.alloc("full", 16)
+    assert ids
+    s.free("full", ids[12:16])
+    s.flush("full", urgent=True)
+    return 2
+
+
+def moves_many(s: Scenario) -> int:
+    ids = s.alloc("full", 30)
+    assert ids
+    s.free("full", ids[20:30])
+    s.flush("full")
+    return 2
+
+
 def moves_behind_a_gate(s: Scenario) -> int:
     ids = s.alloc("full", 6)
     assert ids
@@ -95,7 +111,7 @@ def moves_behind_a_gate(s: Scenario) -> int:
     s.move_gate(is_open=False)
     s.flush("full", urgent=True)
     s.move_gate(is_open=True)
-    return 3
+    return 2
 
 
 def capacity_changes(s: Scenario) -> int:
@@ -103,7 +119,7 @@ def capacity_changes(s: Scenario) -> int:
     assert ids
     s.free("full", ids[4:5])
     s.flush("full", urgent=True)
-    return 2
+    return 0
 
 
 def decodes(s: Scenario) -> int:
@@ -117,7 +133,7 @@ CASES: list[tuple[str, str, Callable[[Scenario], int], tuple[PoolShape, ...] | N
     ("StaleInverse", "C1", moves_in_one_flush, None, {}),
     ("SecondBatchReplacesFirst", "C2", two_batches_one_event, None, {}),
     ("FreesIdTwice", "C3", frees, None, {}),
-    ("LosesAHole", "C4", frees_then_flush, None, {}),
+    ("LosesAHole", "C4", frees, None, {}),
     ("OverlapsItsNeighbour", "C5", grows_into_the_neighbour, None, {}),
     ("ClearsBeforeCopying", "C6", moves_in_one_flush, None, {}),
     ("IgnoresWriteSet", "C7", moves_what_is_written, None, {}),
@@ -126,7 +142,19 @@ CASES: list[tuple[str, str, Callable[[Scenario], int], tuple[PoolShape, ...] | N
     ("RemembersCapacity", "C10", capacity_changes, None, {}),
     ("NeverPacks", "C12", moves_in_one_flush, None, {}),
     ("DecodesPastTheToken", "C13", decodes, PAGED, {}),
-    ("TranslatesToTheNextPage", "C14", moves_in_one_flush, None, {"logprob_every": 1}),
+    (
+        "TranslatesToTheNextPage",
+        "C14",
+        moves_in_one_flush,
+        None,
+        {"enabled": frozenset({"C14"}), "logprob_every": 1},
+    ),
+    ("TranslatesByAnOldTable", "C1", moves_in_one_flush, None, {}),
+    ("MovesHalfPages", "C6", moves_a_page, PAGED, {}),
+    ("MovesAllButTheLast", "C4", moves_in_one_flush, None, {}),
+    ("IgnoresItsBound", "C12", moves_many, None, {}),
+    ("SkipsIdleFlushes", "C12", moves_many, None, {}),
+    ("CountsWrong", "C4", allocates, None, {}),
 ]
 
 
@@ -145,6 +173,7 @@ def test_each_fault_is_named_at_its_event(
         tmp_path / "s.msgpack.zst",
         shapes or (PoolShape("full", "down"), PoolShape("swa", "up", layer_num=2)),
         results=False,
+        move_cap=4,
     )
     event = scenario(made)
     path = made.close()

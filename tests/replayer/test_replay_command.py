@@ -243,11 +243,39 @@ def test_usage(capsys: pytest.CaptureFixture[str], healthy: Path) -> None:
     for arguments in (
         ["--check", "C99"], ["--check-every", "sometimes"], ["--strategy", "guess"], ["--allocator", "nowhere:Nothing"],
         ["--allocator", "nonsense"], ["--device", "nodevice"], ["--max-syncs", "3", "--no-ledger"], ["--allocator", "json:JSONDecoder"],
-        ["--compare", "batched,guess"],
+        ["--compare", "batched,guess"], ["--compare", ","], ["--compare", "batched", "--no-ledger"], ["--device", "meta"],
+        ["--max-syncs", "1", "--check", "none"], ["--allocator", ":x"], ["--allocator", "..:x"],
     ):  # fmt: skip
         code, _, err = run(capsys, healthy, *arguments)
         assert code == 2, (arguments, err)
         assert "Traceback" not in err and len(err.strip().splitlines()) <= 3
+
+
+def test_the_budget_is_checked_whatever_else_is(capsys: pytest.CaptureFixture[str], healthy: Path) -> None:
+    code, out, _ = run(capsys, healthy, "--max-syncs", "0", "--check", "C1")
+    assert code == 1 and "C11" in out
+
+
+def test_a_fault_met_by_the_flush_policy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    path = TRACES / "vllm_gemma3_swa.msgpack.zst"
+    fault = "tests.replayer.mutants:StaleInverse"
+    code, out, _ = run(capsys, path, "--flush-every", "20", "--allocator", fault, "--json")
+    failure = json.loads(out)["failure"]
+    assert (
+        code == 1
+        and failure["event"] > 0
+        and "flush" in failure["call"]
+        and "--flush-every 20" in failure["reproduce"]
+    )
+
+
+def test_a_reader_that_goes_away_is_no_failed_check(healthy: Path) -> None:
+    code = "import sys; from replayer.main import replay_main; sys.exit(replay_main())"
+    command = f"'{sys.executable}' -c '{code}' '{healthy}' | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode in (0, 141), done.stderr
 
 
 def test_only_the_checks_asked_for_run(capsys: pytest.CaptureFixture[str], healthy: Path) -> None:
