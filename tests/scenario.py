@@ -99,10 +99,11 @@ class Scenario:
         total_bytes: int = 64 * 64,
         move_cap: int = 4096,
         results: bool = True,
+        force: bool = False,
     ) -> None:
         self.header = header_for(shapes, total_bytes, move_cap)
         self.path = path
-        self.writer = TraceWriter(path, self.header)
+        self.writer = TraceWriter(path, self.header, force=force)
         states = build_pools(self.header, TargetOptions(kv="stamp"), _Silent())
         self.pools: dict[str, MultiEndedAllocator] = {name: state.allocator for name, state in states.items()}
         self.numbers = {name: number for number, name in enumerate(self.pools)}
