@@ -10,6 +10,7 @@ The harness reads and writes with numpy arrays of physical page or token ids; on
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,7 +66,7 @@ class StoreLog(Protocol):
     def zeroed(self, pool: str, pages: torch.Tensor) -> None: ...
 
 
-class KVStore:
+class KVStore(ABC):
     """Base of the stores: the two calls of the allocator, timed and logged."""
 
     #: "stamp" or "full".
@@ -91,23 +92,25 @@ class KVStore:
         self._copy(dst_pages, src_pages)
         self.nanoseconds += perf_counter_ns() - begin
 
+    @abstractmethod
     def _copy(self, dst_pages: torch.Tensor, src_pages: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Copy whole pages."""
 
+    @abstractmethod
     def _zero(self, pages: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Zero whole pages."""
 
+    @abstractmethod
     def write_pages(self, physical_pages: IntArray, words: Words) -> None:
         """Put stamps ``[n, page_size]`` on whole pages; 0 leaves zero bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_tokens(self, physical_tokens: IntArray, words: Words) -> None:
         """Put stamps ``[n]`` at physical token ids."""
-        raise NotImplementedError
 
+    @abstractmethod
     def differing(self, physical_pages: IntArray, words: Words) -> Mask:
         """Where pages do not hold these stamps: bool ``[n, page_size]``."""
-        raise NotImplementedError
 
     def found_words(self, physical_pages: IntArray) -> Words | None:
         """The stamps on pages, uint64 ``[n, page_size]``; None where bytes cannot be read back as stamps."""

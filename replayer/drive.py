@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from recorder.trace import Chunk, EventKind, Header, ImpossibleEvent
-from replayer.calling import Caller, MoveLog
+from replayer.calling import MoveLog
 from replayer.checks.growth import decode_growth, extend_growth, require_last_tokens, whole_pages_growth
 from replayer.content import IntArray
 from replayer.errors import UsageError
 from replayer.failure import CheckFailure
+from replayer.forward_events import ForwardEvents
 from replayer.hazards import Hazards, ReplayEvent
-from replayer.ids import IdMap
 from replayer.oracle import Growth, TraceContradiction
 from replayer.pool_state import PoolState
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 SIDES = ("low", "high")
 
 
-class Driver(Caller):
+class Driver(ForwardEvents):
     """State of one replay while it runs.
 
     Args:
@@ -58,14 +57,10 @@ class Driver(Caller):
         flush_every: int = 0,
         flush_when_short: bool = False,
     ) -> None:
-        super().__init__(pools, hazards, moves, checks, ledger)
+        super().__init__(pools, hazards, moves, checks, ledger, ids)
         self.header = header
-        self.ids = IdMap(self.by_number, identity=ids == "recorded")
         self.flush_every, self.flush_when_short = flush_every, flush_when_short
-        self.device = self.by_number[0].allocator.device
         self.driven = self.nested = self.refused = 0
-        # Whoever may still ask an event (an allocator's pending pages) holds it; the others are forgotten.
-        self._events: WeakValueDictionary[int, ReplayEvent] = WeakValueDictionary()
         self._asked: list[ReplayEvent] = []
         self._group: dict[str, list[IntArray] | None] = {}
         self._handlers: dict[int, Callable[[PoolState, int], None]] = {
@@ -83,15 +78,8 @@ class Driver(Caller):
             CheckFailure: the first check that did not hold, with event and call filled in.
             ImpossibleEvent: an event that cannot have happened.
         """
-        self.chunk = chunk
         columns = zip(chunk.kind.tolist(), chunk.pool.tolist(), chunk.depth.tolist(), strict=True)
-        lists = (chunk.list0, chunk.list1, chunk.list2, chunk.result)
-        self._values = tuple(column.values for column in lists)
-        self._tensors = tuple(torch.from_numpy(_writable(column.values)) for column in lists)
-        self._bounds = tuple(column.offsets.tolist() for column in lists)
-        self._present = tuple(column.present.tolist() for column in lists)
-        self._value, self._value2 = chunk.value.tolist(), chunk.value2.tolist()
-        self._result_kind, self._result_value = chunk.result_kind.tolist(), chunk.result_value.tolist()
+        self._load(chunk)
         queries, answers = chunk.queries
         query_bounds, asked, answered = queries.offsets.tolist(), queries.values.tolist(), answers.tolist()
         handlers, pools, nobody = self._handlers, self.by_number, self.by_number[0]
@@ -156,34 +144,6 @@ class Driver(Caller):
             event.answers.clear()
         self._asked.clear()
         self._judge_log()
-
-    def _event(self, number: int) -> ReplayEvent:
-        event = self._events.get(number)
-        if event is None:
-            event = self._events[number] = ReplayEvent(number, self.hazards)
-        return event
-
-    # -- arguments
-
-    def _ids(self, slot: int, index: int) -> IntArray | None:
-        if not self._present[slot][index]:
-            return None
-        bounds = self._bounds[slot]
-        return self._values[slot][bounds[index] : bounds[index + 1]]
-
-    def _must(self, slot: int, index: int) -> IntArray:
-        ids = self._ids(slot, index)
-        if ids is None:
-            raise TraceContradiction(f"its id list number {slot} is missing")
-        return ids
-
-    def _tensor(self, slot: int, index: int) -> torch.Tensor:
-        """The same list as a host tensor, a new object each time so that host and device copies can be told apart."""
-        bounds = self._bounds[slot]
-        return self._tensors[slot][bounds[index] : bounds[index + 1]]
-
-    def _on_device(self, host: torch.Tensor) -> torch.Tensor:
-        return host if self.device == "cpu" else host.to(self.device)
 
     # -- alloc
 
@@ -319,9 +279,6 @@ class Driver(Caller):
         """Ids come to a pool from outside only where another pool owns them; an owner's would be in its free list still."""
         if state.header.is_id_owner:
             raise TraceContradiction(f"{what} brings ids to pool {state.name!r}, which hands out its own")
-
-    def _pages_tensor(self, slot: int, index: int, own: IntArray) -> torch.Tensor:
-        return self._on_device(self._tensor(slot, index) if self.ids.identity else torch.from_numpy(own))
 
     # -- bind, unbind, physical reservations
 
@@ -498,115 +455,5 @@ class Driver(Caller):
             self.checks.recorded_number(state, name, result, self._result_value[index])
         return result
 
-    # -- forwards, gates, leases
-
-    def _set_latest_forward_done_event(self, state: PoolState, index: int) -> None:
-        event = None if self._value[index] < 0 else self._launched(state, index)
-        self._call("set_latest_forward_done_event", state.allocator.set_latest_forward_done_event, event)
-        self.hazards.set_latest(state.name, event)
-
-    def _set_inflight_forward(self, state: PoolState, index: int) -> None:
-        self._write_set(state, index)
-
-    def _forward_begin(self, state: PoolState, index: int) -> None:
-        event = self._launched(state, index)
-        self._call("set_latest_forward_done_event", state.allocator.set_latest_forward_done_event, event)
-        self.hazards.set_latest(state.name, event)
-        self._write_set(state, index)
-        reads = self._ids(1, index)
-        if reads is not None and len(reads) and self.checks is not None:
-            own = self.ids.tokens(state, reads)
-            state.oracle.require_pages(own // state.page_size, "the read set")
-            self.hazards.begin_reading(state, event, own)
-
-    def _launched(self, state: PoolState, index: int) -> ReplayEvent:
-        """The event of a forward that is launched now. Numbers rise with launches: a forward that is over takes with it all before."""
-        number = self._value[index]
-        if number < state.last_forward:
-            raise TraceContradiction(
-                f"forward {number} is launched after forward {state.last_forward}; event numbers must rise"
-            )
-        state.last_forward = number
-        return self._event(number)
-
-    def _write_set(self, state: PoolState, index: int) -> None:
-        event = self._launched(state, index)
-        written = self._ids(0, index)
-        own = None if written is None or not len(written) else self.ids.tokens(state, written)
-        if own is None:
-            tensor = None
-        else:
-            tensor = self._on_device(self._tensor(0, index) if self.ids.identity else torch.from_numpy(own))
-        self._call("set_inflight_forward", state.allocator.set_inflight_forward, event, tensor)
-        if self.checks is None:
-            return
-        if own is not None:
-            own = self._still_live(state, own)
-        self.hazards.begin_writing(state, event, own)
-
-    def _still_live(self, state: PoolState, tokens: IntArray) -> IntArray:
-        """Tokens of a write set that have a place: padding and what was freed before the launch have none."""
-        try:
-            live = state.oracle.live[tokens // state.page_size]
-        except IndexError:
-            live = None
-        if live is None or tokens.min() < 0:
-            raise TraceContradiction(f"the write set names tokens outside pool {state.name!r}")
-        return tokens if live.all() else tokens[live]
-
-    def _forward_done(self, state: PoolState, index: int) -> None:
-        event = self._event(self._value[index])
-        event.fired = True
-        self.hazards.finished_through(event.number)
-        self._judge_log()
-
-    def _move_gate(self, state: PoolState, index: int) -> None:
-        is_open = bool(self._value[index])
-        states = self.by_number if self.chunk.pool[index] < 0 else [state]
-        for each in states:
-            self.hazards.gate_open[each.name] = is_open
-            if each.allocator.disagg_move_gate is None and (each.lazy or each.is_float):
-                each.allocator.disagg_move_gate = lambda name=each.name: self.hazards.gate_open.get(
-                    name, True
-                )
-
-    def _lease_begin(self, state: PoolState, index: int) -> None:
-        pages = self._must(0, index)
-        if len(pages) and not 0 < pages.min() <= pages.max() < state.num_pages:
-            raise TraceContradiction(f"a lease names physical pages outside pool {state.name!r}")
-        self.hazards.begin_lease(self._value[index], state, pages)
-
-    def _lease_end(self, state: PoolState, index: int) -> None:
-        self.hazards.end_lease(self._value[index])
-
-    # -- the rest
-
-    def _clear(self, state: PoolState, index: int) -> None:
-        states = self.by_number if self.chunk.pool[index] < 0 else [state]
-        for each in states:
-            self._call("clear", each.allocator.clear)
-            self._emptied(each)
-
-    def _resize(self, state: PoolState, index: int) -> None:
-        pages, ids = self._value[index] // state.page_size, self._value2[index]
-        known = ids == -1 or (not state.header.is_id_owner and 0 < ids <= state.header.num_virtual_ids)
-        if not known or not state.min_page_index < pages <= state.header.num_pages:
-            raise TraceContradiction(f"pool {state.name!r} cannot be resized to {pages} pages and {ids} ids")
-        resize = getattr(state.allocator, "resize", state.allocator._set_capacity)
-        self._call("resize", resize, self._value[index], virtual_num_pages=None if ids < 0 else ids)
-        state.oracle.resize(state.allocator.num_virtual_ids)
-        self._emptied(state)
-
-    def _emptied(self, state: PoolState) -> None:
-        self.hazards.forget(state)
-        state.oracle.clear()
-        state.clear()
+    def _forget_group(self, state: PoolState) -> None:
         self._group.pop(state.name, None)
-
-    def _mark(self, state: PoolState, index: int) -> None:
-        """A mark says something about the engine; the allocator is not involved."""
-
-
-def _writable(values: IntArray) -> IntArray:
-    """torch warns about read-only arrays; allocators only read their arguments, but one that wrote would corrupt the trace's copy."""
-    return values if values.flags.writeable else values.copy()
