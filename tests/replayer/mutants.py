@@ -195,6 +195,13 @@ class CountsWrong(MultiEndedAllocator):
         return super().allocated_count() + self.page_size
 
 
+class NeverAsksItsNeighbour(MultiEndedAllocator):
+    """Promises what a flush of the neighbour would give, and does not flush it."""
+
+    def _make_sure_of(self, num_pages: int) -> bool:
+        return num_pages * self.page_size <= self.available_size()
+
+
 class TakesHighestHole(MultiEndedAllocator):
     """Correct in every way, but places otherwise than the engine."""
 

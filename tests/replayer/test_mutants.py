@@ -96,6 +96,15 @@ def moves_a_page(s: Scenario) -> int:
     return 2
 
 
+def needs_its_neighbours_holes(s: Scenario) -> int:
+    swa = s.alloc("swa", 10)
+    assert swa
+    s.alloc("full", s.pools["full"].available_size())
+    s.free("swa", swa[2:6])
+    assert s.alloc("full", 4) is not None
+    return 3
+
+
 def moves_many(s: Scenario) -> int:
     ids = s.alloc("full", 30)
     assert ids
@@ -155,6 +164,7 @@ CASES: list[tuple[str, str, Callable[[Scenario], int], tuple[PoolShape, ...] | N
     ("IgnoresItsBound", "C12", moves_many, None, {}),
     ("SkipsIdleFlushes", "C12", moves_many, None, {}),
     ("CountsWrong", "C4", allocates, None, {}),
+    ("NeverAsksItsNeighbour", "C10", needs_its_neighbours_holes, None, {}),
 ]
 
 
