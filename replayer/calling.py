@@ -124,7 +124,6 @@ class Caller:
             f"a valid call raised {type(error).__name__}: {error}",
             getattr(error, "pool", ""),
             pages,
-            may_be_older=True,
         )
 
     def _watch_flushes(self, state: PoolState) -> None:

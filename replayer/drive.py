@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recorder.trace import Chunk, EventKind, Header, ImpossibleEvent
+from recorder.trace import Chunk, EventKind, ImpossibleEvent
 from replayer.calling import MoveLog
 from replayer.checks.growth import decode_growth, extend_growth, require_last_tokens, whole_pages_growth
 from replayer.content import IntArray
@@ -34,7 +34,6 @@ class Driver(ForwardEvents):
     """State of one replay while it runs.
 
     Args:
-        header: the trace's.
         pools: fresh, from `replayer.targets.build_pools`.
         hazards, moves: the log the pools' stores write to.
         checks: None drives and judges nothing (timing).
@@ -46,7 +45,6 @@ class Driver(ForwardEvents):
 
     def __init__(
         self,
-        header: Header,
         pools: dict[str, PoolState],
         hazards: Hazards,
         moves: MoveLog,
@@ -58,7 +56,6 @@ class Driver(ForwardEvents):
         flush_when_short: bool = False,
     ) -> None:
         super().__init__(pools, hazards, moves, checks, ledger, ids)
-        self.header = header
         self.flush_every, self.flush_when_short = flush_every, flush_when_short
         self.driven = self.nested = self.refused = 0
         self._asked: list[ReplayEvent] = []

@@ -37,8 +37,6 @@ class CheckFailure(Exception):
     found: str = ""
     seq: int = -1
     call: str = ""
-    #: True if a sweep or a free met damage that may be older; the driver then looks for the event that did it.
-    may_be_older: bool = False
 
     exit_code: ClassVar[int] = 1
 

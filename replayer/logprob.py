@@ -120,7 +120,6 @@ class Probe:
                 np.unique(pages).tolist()[:16],
                 expected="0.0",
                 found=f"{difference} (log-probability {int((through_mapping - reference).abs().argmax())} of {VOCABULARY})",
-                may_be_older=True,
             )
 
     def _make_model(self, state: PoolState) -> _Model:

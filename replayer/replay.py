@@ -151,7 +151,7 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
                 ids == "recorded" and not options.flush_every and not options.flush_when_short
             )
         driver = Driver(
-            header, pools, hazards, moves, checks=checks, ledger=ledger, ids=ids,
+            pools, hazards, moves, checks=checks, ledger=ledger, ids=ids,
             flush_every=options.flush_every, flush_when_short=options.flush_when_short,
         )  # fmt: skip
         try:

@@ -78,5 +78,4 @@ def _failure(state: PoolState, pages: IntArray, words: np.ndarray, wrong: np.nda
         [int(number) for number in pages[wrong.any(axis=1)][:16]],
         expected=expected,
         found=found,
-        may_be_older=True,
     )

@@ -34,7 +34,7 @@ def drain(driver: Driver, checks: Checks) -> None:
         if checks.on("C12"):
             for state in driver.by_number:
                 _require_empty(state)
-                checks.held["C12"] += 1
+                checks.hold(C12=1)
     except (
         TraceContradiction
     ) as error:  # the drain frees only what the oracle holds live, so this is an oracle fault
@@ -53,8 +53,7 @@ def _finish_forwards(driver: Driver) -> None:
         driver.hazards.gate_open[name] = True
     driver._judge_log()
     for state in driver.by_number:
-        for method in ("set_latest_forward_done_event",):
-            getattr(state.allocator, method)(None)
+        state.allocator.set_latest_forward_done_event(None)
         driver.hazards.set_latest(state.name, None)
 
 
@@ -83,7 +82,7 @@ def _probe_capacity(driver: Driver, checks: Checks, state: PoolState) -> None:
         own = tokens.cpu().numpy()[:: state.page_size] // state.page_size
         state.oracle.start_pages(own, state.page_size)
         checks.placed(state, own)
-        checks.held["C10"] += 1
+        checks.hold(C10=1)
     if state.allocator.available_size() == 0:
         tokens = driver._call("drain", state.allocator.alloc, state.page_size)
         driver._judge_log()
@@ -91,7 +90,7 @@ def _probe_capacity(driver: Driver, checks: Checks, state: PoolState) -> None:
             raise CheckFailure(
                 "C10", "served a page beyond available_size() 0 with all neighbours packed", state.name
             )
-        checks.held["C10"] += 1
+        checks.hold(C10=1)
 
 
 def _free_all(driver: Driver, checks: Checks, state: PoolState) -> None:
@@ -125,5 +124,4 @@ def _require_empty(state: PoolState) -> None:
             state.name,
             expected=f"{state.reserved_count} pages (reserved)",
             found=f"{high - low} pages: {state.holes()} holes, {state.pending()} pending",
-            may_be_older=True,
         )

@@ -57,7 +57,7 @@ def check_translation(state: PoolState, virtual_pages: IntArray) -> None:
     if not np.array_equal(found, expected):
         wrong = found != expected
         raise CheckFailure("C1", f"translate_kv_loc of tokens of virtual page(s) {shown(virtual_pages[wrong])}", state.name,
-                           virtual_pages[wrong][:16].tolist(), shown(expected[wrong]), shown(found[wrong]), may_be_older=True)  # fmt: skip
+                           virtual_pages[wrong][:16].tolist(), shown(expected[wrong]), shown(found[wrong]))  # fmt: skip
 
 
 def check_sink(state: PoolState) -> None:
@@ -73,7 +73,7 @@ def check_sink(state: PoolState) -> None:
     found = translated(state, tokens, out=out)
     if found.any() or out.cpu().numpy().any():
         raise CheckFailure("C1", f"translate_kv_loc of tokens {shown(tokens)}, none of which is live", state.name, [],
-                           "0 each, in out= too", f"{shown(found)}; out= {shown(out.cpu().numpy())}", may_be_older=True)  # fmt: skip
+                           "0 each, in out= too", f"{shown(found)}; out= {shown(out.cpu().numpy())}")  # fmt: skip
 
 
 def translated(state: PoolState, tokens: IntArray, **out: torch.Tensor) -> IntArray:
@@ -108,7 +108,6 @@ def sweep_tables(state: PoolState) -> int:
                 [int(page) for page in pages[:16] if page > 0],
                 expected=shown(expected[rows]),
                 found=shown(used[rows]),
-                may_be_older=True,
             )
         if found[-1] != -1:
             raise CheckFailure(
@@ -118,7 +117,6 @@ def sweep_tables(state: PoolState) -> int:
                 [],
                 "-1",
                 str(int(found[-1])),
-                may_be_older=True,
             )
     return len(forward) + len(inverse)
 

@@ -122,19 +122,18 @@ def sweep_partition(state: PoolState) -> int:
     for pages, what in ((holes, "holes"), (pending, "pending")):
         if len(pages) and not low <= pages.min() <= pages.max() < high:
             raise CheckFailure("C2", f"{what} {shown(pages[(pages < low) | (pages >= high)])} lie outside the band [{low}, {high})",
-                               state.name, may_be_older=True)  # fmt: skip
+                               state.name)  # fmt: skip
         np.add.at(counts, pages, 1)
     if set(pending.tolist()) != set(state.allocator._pending_reuse_pages_cpu):
         raise CheckFailure(
             "C2",
             "the host's list of pending pages is not that of the waiting batches",
             state.name,
-            may_be_older=True,
         )
     outside = np.concatenate([np.flatnonzero(live[:low]), high + np.flatnonzero(live[high:])])
     if len(outside):
         raise CheckFailure("C5", f"live physical page(s) {shown(outside)} outside the band [{low}, {high})", state.name,
-                           [int(page) for page in table[outside] if page > 0], may_be_older=True)  # fmt: skip
+                           [int(page) for page in table[outside] if page > 0])  # fmt: skip
     wrong = low + np.flatnonzero(counts[low:high] != 1)
     if len(wrong):
         raise CheckFailure(
@@ -144,11 +143,10 @@ def sweep_partition(state: PoolState) -> int:
             [int(page) for page in table[wrong] if page > 0],
             expected="1 each",
             found=shown(counts[wrong]),
-            may_be_older=True,
         )
     if int(live[low:high].sum()) != state.live_count():
         raise CheckFailure("C4", "live pages counted in the table", state.name, [], f"{state.live_count()} by the calls",
-                           str(int(live[low:high].sum())), may_be_older=True)  # fmt: skip
+                           str(int(live[low:high].sum())))  # fmt: skip
     return high - low
 
 
@@ -169,7 +167,6 @@ def sweep_free_ids(state: PoolState) -> int:
             f"free ids {shown(wrong)} lie outside [{first}, {end})",
             state.name,
             wrong.tolist(),
-            may_be_older=True,
         )
     counts = np.bincount(ids, minlength=end)
     if (counts > 1).any():
@@ -179,7 +176,6 @@ def sweep_free_ids(state: PoolState) -> int:
             f"ids {shown(twice)} are more than once in the free list",
             state.name,
             twice.tolist(),
-            may_be_older=True,
         )
     live = state.oracle.live[first:end]
     wrong = first + np.flatnonzero(live == (counts[first:end] > 0))
@@ -191,7 +187,6 @@ def sweep_free_ids(state: PoolState) -> int:
             wrong.tolist(),
             expected=f"live: {shown(state.oracle.live[wrong].astype(np.int64))}",
             found=f"in the free list: {shown(counts[wrong])}",
-            may_be_older=True,
         )
     return len(ids)
 

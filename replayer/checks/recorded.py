@@ -30,7 +30,6 @@ def check_state(pools: dict[str, PoolState], row: StateRow, *, digests: bool) ->
                     name,
                     expected=_text(expected),
                     found=_text(found),
-                    may_be_older=True,
                 )
 
 

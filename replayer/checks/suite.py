@@ -102,6 +102,12 @@ class Checks:
     def on(self, check: str) -> bool:
         return check in self.options.enabled
 
+    def hold(self, **times: int) -> None:
+        """Count checks that held, those that were asked for."""
+        for check, count in times.items():
+            if self.on(check):
+                self.held[check] += count
+
     # -- around calls
 
     def moved(self, seq: int, state: PoolState, src_pages: IntArray, dst_pages: IntArray) -> None:
@@ -125,7 +131,7 @@ class Checks:
             raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
                                [int(page) for page in state.placed_virtual[places] if page > 0])  # fmt: skip
         self.hazards.judge_moves(state, src_pages, dst_pages)
-        self.held.update({"C7": len(src_pages), "C8": len(dst_pages), "C9": 1})
+        self.hold(C7=len(src_pages), C8=len(dst_pages), C9=1)
         state.placed_virtual[src_pages] = -1
         state.placed_virtual[dst_pages] = virtual
         state.placed_physical[virtual] = dst_pages
@@ -171,10 +177,9 @@ class Checks:
                         "C10",
                         f"refused {need} tokens that the engine had room for",
                         state.name,
-                        may_be_older=True,
                     )
                 )
-        self.held["C10"] += 1
+        self.hold(C10=1)
         if not identity or known not in (1, 2) or not self.compares_recorded:
             return
         if (tokens is None) != (known == 1) or (
@@ -188,14 +193,13 @@ class Checks:
                     [] if tokens is None else (np.unique(tokens // state.page_size)[:16]).tolist(),
                     expected="None" if known == 1 or recorded is None else shown(recorded),
                     found="None" if tokens is None else shown(tokens),
-                    may_be_older=True,
                 )
             )
             if known == 2 and tokens is None:
                 raise CheckFailure(
                     "C15", "the trace cannot be followed without ids that the engine had", state.name
                 )
-        self.held["C15"] += 1
+        self.hold(C15=1)
 
     def flushed(self, state: PoolState, urgent: bool, result: int, moved: int) -> None:
         """A flush event, whatever the allocator made of it: it tells the moves it made, and it packs (C12)."""
@@ -204,15 +208,15 @@ class Checks:
                                     f"returned {result}"))  # fmt: skip
         if self.on("C12"):
             check_flushed(state, urgent=urgent, moves=moved, hazards=self.hazards)
-            self.held["C12"] += 1
+            self.hold(C12=1)
 
     def recorded_number(self, state: PoolState, name: str, found: int, expected: int) -> None:
         if not self.compares_recorded:
             return
         if found != expected:
             self._fail(CheckFailure("C15", f"{name} returned another number than in the engine", state.name, [], str(expected),
-                                    str(found), may_be_older=True))  # fmt: skip
-        self.held["C15"] += 1
+                                    str(found)))  # fmt: skip
+        self.hold(C15=1)
 
     def new_pages(self, state: PoolState, grown: Growth) -> None:
         """Pages handed out: their rows, their places, and then the stamps of the tokens in them."""
@@ -240,11 +244,11 @@ class Checks:
         state.placed_physical[pages] = physical
         if self.on("C1"):
             check_places(state, physical)
-            self.held["C1"] += len(pages)
+            self.hold(C1=len(pages))
         if self.on("C5"):
             check_inside(state, physical)
             check_frontiers(self.chain, self.total_bytes)
-            self.held["C5"] += 1
+            self.hold(C5=1)
 
     def before_bind(self, state: PoolState, pages: IntArray, physical: IntArray) -> None:
         loose = (state.placed_virtual[physical] < 0) & ~state.reserved[physical]
@@ -295,7 +299,7 @@ class Checks:
                     pages.tolist(),
                 )
             )
-        self.held["C1"] += len(pages)
+        self.hold(C1=len(pages))
 
     def reserved(self, state: PoolState, need: int, tokens: IntArray | None) -> None:
         """``alloc_physical``: places without ids."""
@@ -345,8 +349,8 @@ class Checks:
         """The last chance to look at what these pages hold."""
         if self.on("C6") and len(pages):
             check_contents(state, pages)
-            self.held["C6"] += len(pages)
-        self.held["C13"] += len(pages)
+            self.hold(C6=len(pages))
+        self.hold(C13=len(pages))
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
         physical = state.placed_physical[pages]
@@ -360,7 +364,7 @@ class Checks:
             if (rows != -1).any():
                 raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
                                    pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
-            self.held["C1"] += len(pages)
+            self.hold(C1=len(pages))
 
     # -- after events
 
@@ -401,7 +405,7 @@ class Checks:
             self._states_compared += 1
             digests = self.options.every == 1 or self._states_compared % DIGEST_EVERY == 0 or not self.states
             check_state(self.pools, row, digests=digests)
-            self.held["C15"] += 1
+            self.hold(C15=1)
 
     def _check_chain(self, new_flushes: list[FlushRecord]) -> None:
         for name, batches in self._moved.items():
@@ -412,12 +416,12 @@ class Checks:
                 check_rows(state, virtual)
                 check_places(state, np.concatenate(self._vacated[name]))
                 check_translation(state, virtual)
-                self.held["C1"] += len(virtual)
+                self.hold(C1=len(virtual))
             if self.on("C5") and len(virtual):
                 check_inside(state, state.placed_physical[virtual])
             if self.on("C6"):
                 check_contents(state, virtual)
-                self.held["C6"] += len(virtual)
+                self.hold(C6=len(virtual))
         self._probe_if_due(new_flushes)
         self._moved.clear()
         self._vacated.clear()
@@ -427,7 +431,7 @@ class Checks:
                 self._try(check_reported, state)
             if self.on("C9"):
                 check_gate(state, self.hazards)
-        self.held.update({"C2": len(self.chain), "C4": len(self.chain), "C5": 1, "C10": len(self.chain)})
+        self.hold(C2=len(self.chain), C4=len(self.chain), C9=len(self.chain), C10=len(self.chain))
         inputs = inputs_of(self.chain)
         if inputs == self._inputs_checked:
             if self.on("C10"):
@@ -436,6 +440,7 @@ class Checks:
         else:
             if self.on("C5"):
                 check_frontiers(self.chain, self.total_bytes)
+            self.hold(C5=1)
             if self.on("C10"):
                 self._sizes = [
                     check_capacity(self.chain, at, self.total_bytes) for at in range(len(self.chain))
@@ -450,7 +455,7 @@ class Checks:
                 check_flushed(
                     self.pools[name], urgent=record.urgent, moves=record.moves, hazards=self.hazards
                 )
-                self.held["C12"] += 1
+                self.hold(C12=1)
         limit = self.options.max_syncs
         if limit is None or not self.on("C11"):
             return
@@ -464,7 +469,7 @@ class Checks:
                     expected=f"at most {limit}",
                     found=f"{record.device_to_host} device-to-host, {record.host_to_device} host-to-device, {record.waits} waits",
                 )
-            self.held["C11"] += 1
+            self.hold(C11=1)
 
     def _probe_if_due(self, new_flushes: list[FlushRecord]) -> None:
         if self.probe is None or not self.on("C14") or not any(record.moves for record in new_flushes):
@@ -473,7 +478,7 @@ class Checks:
         if self._flushes_probed % self.options.logprob_every == 1 or self.options.logprob_every == 1:
             for name, batches in self._moved.items():
                 self.probe.sample(self.pools[name], self._owner_of(name), np.concatenate(batches))
-                self.held["C14"] += 1
+                self.hold(C14=1)
 
     def _owner_of(self, name: str) -> PoolState:
         return owner_of(list(self.pools.values()), self.pools[name])
@@ -494,15 +499,15 @@ class Checks:
             return  # between bind and unbind a place has two names
         for state in self.chain:
             if self.on("C1"):
-                self.held["C1"] += sweep_tables(state)
+                self.hold(C1=sweep_tables(state))
                 check_translation(state, state.oracle.live_pages())
                 check_sink(state)
             if self.on("C2") or self.on("C4") or self.on("C5"):
                 self._try(sweep_partition, state)
                 self._try(check_reported, state)
-                self.held.update({"C2": 1, "C4": 1, "C5": 1})
+                self.hold(C2=1, C4=1, C5=1)
             if self.on("C3") and not state.allocator.free_group:
-                self.held["C3"] += sweep_free_ids(state)
+                self.hold(C3=sweep_free_ids(state))
             if self.on("C6"):
-                self.held["C6"] += sweep_contents(state)
+                self.hold(C6=sweep_contents(state))
         self.last_sweep = seq

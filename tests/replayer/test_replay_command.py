@@ -78,20 +78,8 @@ def test_compare_shows_strategies_side_by_side(capsys: pytest.CaptureFixture[str
     assert rows["per-row"]["pages_moved"] == rows["batched"]["pages_moved"] == 4
 
 
-def test_a_planted_fault_exits_1_and_names_the_event(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    s = Scenario(tmp_path / "two_batches.msgpack.zst")
-    ids = s.alloc("full", 12)
-    assert ids
-    s.free("full", ids[1:3])
-    s.forward_begin("full", 1)
-    s.flush("full")
-    s.free("full", ids[3:5])
-    s.flush("full")
-    s.forward_done(1)
-    s.flush("full")
-    path = s.close()
+def test_a_planted_fault_exits_1_and_names_the_event(capsys: pytest.CaptureFixture[str]) -> None:
+    path = TRACES / "synthetic_two_batches_one_event.msgpack.zst"
     assert run(capsys, path)[0] == 0
     fault = "tests.replayer.mutants:SecondBatchReplacesFirst"
     code, out, _ = run(capsys, path, "--allocator", fault)
@@ -280,7 +268,7 @@ def test_a_reader_that_goes_away_is_no_failed_check(healthy: Path) -> None:
 
 def test_only_the_checks_asked_for_run(capsys: pytest.CaptureFixture[str], healthy: Path) -> None:
     checks = json.loads(run(capsys, healthy, "--check", "C1,C6", "--json")[1])["checks"]
-    assert checks["C1"] and checks["C6"] and not checks["C12"] and not checks["C3"]
+    assert {check for check, count in checks.items() if count} == {"C1", "C6"}
     assert run(capsys, healthy, "--check", "none", "--no-ledger")[0] == 0
 
 
