@@ -52,6 +52,8 @@ class Summary:
     chunks: int = 0
     states: int = 0
     dropped: int = 0
+    request_ids: int = 0
+    reason: str = ""
     first_us: int | None = None
     last_us: int | None = None
     nested: int = 0
@@ -78,6 +80,7 @@ def summarize(path: Path) -> Summary:
         summary.ended, summary.recovery = reader.ended, reader.recovered
         if reader.footer is not None:
             summary.dropped += reader.footer.dropped_at_end
+            summary.reason = reader.footer.reason
         return summary
 
 
@@ -85,6 +88,7 @@ def _add(summary: Summary, chunk: Chunk) -> None:
     summary.events += len(chunk)
     summary.chunks += 1
     summary.dropped += int(chunk.drops[:, 1].sum())
+    summary.request_ids += len(chunk.request_ids)
     first, last = int(chunk.time_us.min()), int(chunk.time_us.max())
     summary.first_us = first if summary.first_us is None else min(summary.first_us, first)
     summary.last_us = last if summary.last_us is None else max(summary.last_us, last)
@@ -158,12 +162,14 @@ def summary_to_map(summary: Summary) -> dict[str, Any]:
         "states": summary.states,
         "dropped": summary.dropped,
         "nested": summary.nested,
+        "request_ids": summary.request_ids,
         "first_us": summary.first_us,
         "last_us": summary.last_us,
         "span_us": span,
         "kinds": kinds,
         "marks": {_mark_name(code): count for code, count in sorted(summary.marks.items())},
         "ended": summary.ended,
+        "reason": summary.reason,
         "recovery": None if summary.recovery is None else _record(summary.recovery),
     }
 

@@ -55,10 +55,16 @@ class Command(NamedTuple):
 # The help lines are repeated here so that `kvtape --help` imports no command; a test keeps the two equal.
 COMMANDS: dict[str, Command] = {
     "replay": Command("replayer.commands.replay", "replay traces against an allocator and check every flush"),
+    "record": Command(
+        "recorder.commands.record", "run a serving engine and record what its KV-cache allocators do"
+    ),
     "info": Command(
         "recorder.commands.info", "say what a trace file is, where it comes from and what is in it"
     ),
     "convert": Command("recorder.commands.convert", "turn a JSON call log of an engine into a trace file"),
+    "anonymize": Command(
+        "recorder.commands.anonymize", "take out of a trace what could tell users or machines apart"
+    ),
     "bench": Command("replayer.commands.bench", "measure allocators on traces, as ratios within one run"),
 }
 

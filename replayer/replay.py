@@ -50,6 +50,18 @@ class PoolPeaks:
     least_available: int | None = None
 
 
+@dataclass(frozen=True)
+class Gap:
+    """The first place where events were not recorded; what the allocator holds from there on is unknown, so the replay ends there.
+
+    ``dropped`` events are missing before event ``before_event``. ``last_event`` is the last one in the trace, None where that is not known
+    (the file was not closed)."""
+
+    before_event: int
+    dropped: int
+    last_event: int | None = None
+
+
 @dataclass
 class Outcome:
     """Everything a report says about one replay."""
@@ -63,6 +75,8 @@ class Outcome:
     interrupted: bool = False
     recovery: Recovery | None = None
     dropped: int = 0
+    gap: Gap | None = None
+    reason: str = ""
     held: Counter[str] = field(default_factory=Counter)
     flushes: list[FlushRecord] = field(default_factory=list)
     moved_outside_flushes: int = 0
@@ -168,6 +182,7 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
                 _read_ledger(ledger, outcome)
                 ledger.close()
         outcome.recovery = reader.recovered
+        _read_footer(reader, outcome)
         _read_driver(driver, checks, probe, outcome)
         outcome.filled_under_a_write = hazards.filled_under_a_write
         outcome.moved_outside_flushes = sum(moves.moved_pages.values()) - sum(
@@ -190,11 +205,13 @@ def _drive(
     reached_end = True
 
     def go(chunk: Chunk) -> bool:
-        outcome.dropped += int(chunk.drops[:, 1].sum()) if len(chunk.drops) else 0
-        more = driver.drive(chunk, options.until, each)
+        gap = _first_gap(chunk, options.until)
+        more = driver.drive(chunk, options.until if gap is None else gap.before_event, each)
+        outcome.gap = gap
+        outcome.dropped = 0 if gap is None else gap.dropped
         if progress is not None:
             progress(len(chunk))
-        return more
+        return more and gap is None
 
     # States come after the chunk they belong to, so each chunk waits for what follows it.
     for item in reader.items():
@@ -216,8 +233,33 @@ def _drive(
     except CheckFailure as failure:
         failure.seq, failure.call = driver.seq, failure.call or "sweep after the last event"
         raise
-    if options.drain and (reached_end or options.until is not None) and not reader.recovered:
+    stopped_on_purpose = options.until is not None or outcome.gap is not None
+    if options.drain and (reached_end or stopped_on_purpose) and not reader.recovered:
         drain(driver, checks)
+
+
+def _first_gap(chunk: Chunk, until: int | None) -> Gap | None:
+    """The first place in the chunk with events missing, unless all that is asked for lies before it."""
+    if not len(chunk.drops):
+        return None
+    at = int(chunk.drops[:, 0].min())
+    seq = chunk.first_seq + at
+    if until is not None and until <= seq:
+        return None
+    return Gap(seq, int(chunk.drops[chunk.drops[:, 0] == at, 1].sum()))
+
+
+def _read_footer(reader: TraceReader, outcome: Outcome) -> None:
+    """What the writer knew when it closed the file; nothing where it did not, or the file is damaged behind the part that was driven."""
+    footer = reader.footer or reader.find_footer()
+    if footer is None:
+        return
+    outcome.reason, outcome.dropped = footer.reason, footer.dropped
+    until = outcome.options.until
+    if outcome.gap is not None:
+        outcome.gap = replace(outcome.gap, last_event=footer.events - 1)
+    elif footer.dropped_at_end and outcome.verdict == "held" and (until is None or until > footer.events):
+        outcome.gap = Gap(footer.events, footer.dropped_at_end, footer.events - 1)
 
 
 def _after_each(driver: Driver, checks: Checks, outcome: Outcome) -> Callable[[], None]:

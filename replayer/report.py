@@ -44,6 +44,8 @@ def figures(outcome: Outcome, *, per_flush: bool = False) -> dict[str, Any]:
         "events_not_recorded": outcome.dropped,
         "failure": _failure(outcome),
         "missing": _missing(outcome),
+        "gap": _gap(outcome),
+        "recording_ended": outcome.reason,
         "checks": {check: outcome.held.get(check, 0) for check in CHECKS if check not in ("CALL",)},
         "allocs_refused": outcome.refused,
         "flushes": {
@@ -127,6 +129,28 @@ def _missing(outcome: Outcome) -> str | None:
     )
 
 
+def _gap(outcome: Outcome) -> dict[str, Any] | None:
+    gap = outcome.gap
+    if gap is None:
+        return None
+    if gap.last_event is None:
+        rest = f"the events from {gap.before_event} on were not replayed"
+    elif gap.last_event < gap.before_event:
+        rest = "all that was recorded was replayed"
+    else:
+        count = gap.last_event - gap.before_event + 1
+        rest = f"events {gap.before_event} to {gap.last_event} ({count:,}) were not replayed"
+    return {
+        "before_event": gap.before_event,
+        "dropped": gap.dropped,
+        "last_event": gap.last_event,
+        "about": (
+            f"{gap.dropped:,} event(s) were dropped while recording, just before event {gap.before_event}: what the allocator held "
+            f"from there on is unknown, {rest}"
+        ),
+    }
+
+
 def reproduce_command(outcome: Outcome) -> str:
     """The command that shows the same failure."""
     options = outcome.options
@@ -191,10 +215,7 @@ def print_report(found: dict[str, Any], console: Console) -> None:
         f"  {found['events']:,} events of {escape(origin['engine'])}, driven against {escape(target['allocator'])}, "
         f"strategy {escape(target['strategy'])}, {escape(target['device'])}, kv {target['kv']}, ids {target['ids']}"
     )
-    if found["missing"]:
-        console.print(f"  [yellow]cut[/]: {escape(found['missing'])}")
-    if found["events_not_recorded"]:
-        console.print(f"  [yellow]{found['events_not_recorded']} events were dropped while recording[/]")
+    print_incomplete(found, console)
     if found["failure"]:
         _print_failure(found["failure"], console)
     held = "  ".join(f"{check} {count:,}" for check, count in found["checks"].items() if count)
@@ -242,6 +263,21 @@ def print_report(found: dict[str, Any], console: Console) -> None:
         + (" (with the ledger's overhead; --no-ledger for clean times)" if seconds["ledger_on"] else "")
         + f", {seconds['kv_bytes']:.2f} s moving and zeroing KV, {seconds['harness']:.2f} s reading and checking"
     )
+
+
+def print_incomplete(found: dict[str, Any], console: Console) -> None:
+    """What of the recording is not there or was not replayed, and why it ended; nothing for a whole one."""
+    from rich.markup import escape
+
+    if found["missing"]:
+        console.print(f"  [yellow]cut[/]: {escape(found['missing'])}")
+    gap, dropped = found["gap"], found["events_not_recorded"]
+    if gap:
+        console.print(f"  [yellow]dropped[/]: {escape(gap['about'])}")
+    if dropped > (gap["dropped"] if gap else 0):
+        console.print(f"  [yellow]{dropped:,} events were dropped while recording, in the whole trace[/]")
+    if found["recording_ended"]:
+        console.print(f"  note: why the recording ended: {escape(found['recording_ended'])}")
 
 
 def _print_failure(failure: dict[str, Any], console: Console) -> None:

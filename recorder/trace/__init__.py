@@ -18,6 +18,7 @@ from .errors import (
     TraceWriteFailed,
     UnknownForm,
 )
+from .finish import finish_partial
 from .header import Header, PoolHeader, Provenance
 from .limits import FORMAT_MAJOR, FORMAT_MINOR
 from .reader import Footer, Recovery, TraceReader
@@ -59,4 +60,5 @@ __all__ = [
     "TraceWriteFailed",
     "TraceWriter",
     "UnknownForm",
+    "finish_partial",
 ]

@@ -13,7 +13,14 @@ import numpy.typing as npt
 from .columns import BoolArray, Int64Array, check_integer, decode_column, decode_mask
 from .errors import DamagedTrace, ImpossibleEvent, NewerTrace, TraceError
 from .header import Header
-from .limits import FORMAT_MAJOR, FORMAT_MINOR, MAX_CHUNK_EVENTS, MAX_STREAMS
+from .limits import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    MAX_CHUNK_EVENTS,
+    MAX_CHUNK_NAMES,
+    MAX_NAME_CHARACTERS,
+    MAX_STREAMS,
+)
 from .schema import (
     ARGUMENT_SLOTS,
     NONE,
@@ -59,6 +66,7 @@ class Chunk:
 
     `list0`, `list1`, `list2`, `result` and `queries` are decoded on first access; DamagedTrace then when they
     are not well formed. `drops` int64[k, 2]: (index in the chunk, events that were not recorded before it).
+    `request_ids`: number to name of requests named in this chunk (as a rule those first seen in it).
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class Chunk:
         self._answers_column: Any = columns["answers"]
         self._answers: BoolArray | None = None
         self.drops: Int64Array = columns["drops"]
+        self.request_ids: dict[int, str] = columns["request_ids"]
         self.extra: dict[str, Any] = columns["extra"]
         self._decoder = decoder
         self._locate = locate
@@ -261,6 +270,7 @@ def decode_chunk(
     streams = _streams(body, groups, members, columns["result_kind"])
     decoder = StreamDecoder(streams, columns["value"])
     columns["drops"] = _drops(body, count)
+    columns["request_ids"] = _request_ids(body)
     columns["answers"] = body.get("answers", ["const", 0, 0])
     columns["extra"] = {key: body[key] for key in body if key not in _CHUNK_KEYS}
     chunk = Chunk(first, columns, decoder, locate)
@@ -286,6 +296,7 @@ _CHUNK_KEYS = frozenset(
         "streams",
         "answers",
         "drops",
+        "request_ids",
     ]
 )
 
@@ -361,6 +372,23 @@ def _drops(body: dict[str, Any], count: int) -> Int64Array:
     if len(drops) and (int(drops.min()) < 0 or int(drops[:, 0].max()) > count or int(drops[:, 1].min()) < 1):
         raise DamagedTrace("the chunk's drops are impossible")
     return drops
+
+
+def _request_ids(body: dict[str, Any]) -> dict[int, str]:
+    pairs = body.get("request_ids", [])
+    if not isinstance(pairs, list) or len(pairs) > MAX_CHUNK_NAMES:
+        raise DamagedTrace("the chunk's names of requests are no list, or too many")
+    names: dict[int, str] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[1], str):
+            raise DamagedTrace("the chunk names a request in an unknown way")
+        number = check_integer(pair[0], "the number of a request that is named", 0)
+        if number in names:
+            raise DamagedTrace(f"the chunk names request {number} twice")
+        if len(pair[1]) > MAX_NAME_CHARACTERS:
+            raise DamagedTrace(f"the name of request {number} has {len(pair[1])} characters")
+        names[number] = pair[1]
+    return names
 
 
 def _validate(

@@ -10,6 +10,7 @@ expects before anything is allocated.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Final
 
 import numpy as np
@@ -47,7 +48,18 @@ def _delta(values: Int64Array) -> list[Any]:
 
 def trial_size(column: Any) -> int:
     """Compressed bytes of an encoded column, as a measure to choose between forms of the same data."""
-    return sum(len(zstandard.ZstdCompressor(level=1).compress(part)) + 4 for part in _payloads(column)) + 8
+    compress = _trial.compressor.compress
+    return sum(len(compress(part)) + 4 for part in _payloads(column)) + 8
+
+
+class _Trial(threading.local):
+    """A compressor of each thread: making one takes longer than most of its inputs."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=1)
+
+
+_trial = _Trial()
 
 
 def _payloads(column: Any) -> list[bytes]:

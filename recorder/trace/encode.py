@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,61 +16,67 @@ from .streams import Lists, Stream, StreamEncoder
 _ALLOCATING = frozenset({EventKind.ALLOC, EventKind.ALLOC_EXTEND, EventKind.ALLOC_DECODE})
 
 
+COLUMNS: Final = (
+    "kind",
+    "pool",
+    "depth",
+    "time_us",
+    "request",
+    "value",
+    "value2",
+    "result_kind",
+    "result_value",
+)
+pack_row: Final = struct.Struct(f"<{len(COLUMNS)}q").pack
+"""One event's integers, in the order of COLUMNS, as bytes; struct.error for one that is no integer of 64 bits."""
+
+
 @dataclass
 class EventBuffer:
-    """Events waiting for their chunk, a list per column. `lists` maps (kind, pool, slot) to (event, ids)
-    pairs.
+    """Events waiting for their chunk. `rows`: what `pack_row` gives, end to end. `lists` maps (kind, pool, slot)
+    to the positions of the events that have such a list, and their ids.
     """
 
-    kind: list[int] = field(default_factory=list)
-    pool: list[int] = field(default_factory=list)
-    depth: list[int] = field(default_factory=list)
-    time_us: list[int] = field(default_factory=list)
-    request: list[int] = field(default_factory=list)
-    value: list[int] = field(default_factory=list)
-    value2: list[int] = field(default_factory=list)
-    result_kind: list[int] = field(default_factory=list)
-    result_value: list[int] = field(default_factory=list)
+    rows: bytearray = field(default_factory=bytearray)
+    events: int = 0
     lists: dict[tuple[int, int, int], tuple[list[int], list[Int64Array]]] = field(default_factory=dict)
     answers: dict[int, list[bool]] = field(default_factory=dict)
     drops: list[tuple[int, int]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
     ids: int = 0
 
     def __len__(self) -> int:
-        return len(self.kind)
+        return self.events
 
-    def add_list(self, slot: int, ids: Int64Array) -> None:
-        """Give the event added last a list in `slot`."""
-        key = (self.kind[-1], self.pool[-1], slot)
-        entry = self.lists.get(key)
+    def add_list(self, kind: int, pool: int, slot: int, ids: Int64Array) -> None:
+        """Give the next event, of `kind` on `pool`, a list in `slot`."""
+        entry = self.lists.get((kind, pool, slot))
         if entry is None:
-            entry = self.lists[key] = ([], [])
-        events, lists = entry
-        events.append(len(self.kind) - 1)
-        lists.append(ids)
-        self.ids += len(ids)
+            entry = self.lists[kind, pool, slot] = ([], [])
+        entry[0].append(self.events)
+        entry[1].append(ids)
+
+    def columns(self) -> dict[str, Int64Array]:
+        """int64[n] of each of COLUMNS."""
+        table = np.frombuffer(self.rows, dtype="<i8").reshape(self.events, len(COLUMNS))
+        return dict(zip(COLUMNS, np.ascontiguousarray(table.T).astype(np.int64, copy=False), strict=True))
 
 
 def encode_chunk(buffer: EventBuffer, first_seq: int, page_sizes: Sequence[int]) -> dict[str, Any]:
     """Map of a chunk frame. `page_sizes`: tokens per page of each pool of the header."""
     count = len(buffer)
-    pairs = list(zip(buffer.kind, buffer.pool, strict=True))
-    groups = sorted(set(pairs))
-    number_of = {group: number for number, group in enumerate(groups)}
-    codes = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
+    columns = buffer.columns()
+    pairs, codes = np.unique((columns["kind"] << 16) + columns["pool"] + 1, return_inverse=True)
+    groups = [(pair >> 16, (pair & 0xFFFF) - 1) for pair in pairs.tolist()]
     order = np.argsort(codes, kind="stable")
     members = np.split(order, np.cumsum(np.bincount(codes, minlength=len(groups)))[:-1])
-    columns = {
-        name: np.array(getattr(buffer, name), dtype=np.int64)
-        for name in ("request", "value", "value2", "depth", "result_kind", "result_value")
-    }
     body: dict[str, Any] = {
         "kind": "chunk",
         "events": count,
         "first_seq": first_seq,
         "groups": [list(group) for group in groups],
         "codes": encode_column(codes),
-        "time_us": encode_column(np.array(buffer.time_us, dtype=np.int64)),
+        "time_us": encode_column(columns["time_us"]),
     }
     integers = order[columns["result_kind"][order] == ResultKind.INTEGER]
     for name in ("request", "value", "value2", "depth", "result_kind"):
@@ -83,6 +90,8 @@ def encode_chunk(buffer: EventBuffer, first_seq: int, page_sizes: Sequence[int])
                 dtype=np.bool_,
             )
         )
+    if buffer.names:
+        body["request_ids"] = [[number, name] for number, name in buffer.names.items()]
     if buffer.drops:
         body["drops"] = encode_column(np.array(buffer.drops, dtype=np.int64).ravel())
     return body

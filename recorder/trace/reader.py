@@ -34,7 +34,7 @@ from .errors import (
 from .frames import CutFrame, RawFrame, decompress_frame, read_frame, unpack_map
 from .header import Header, check_version, header_from_map
 from .index import Index, chunk_places_crc, parse_index, read_index
-from .limits import FORMAT_MAJOR, FORMAT_MINOR, MAX_STATE_ROWS
+from .limits import FORMAT_MAJOR, FORMAT_MINOR, MAX_REASON_CHARACTERS, MAX_STATE_ROWS
 from .states import StateBatch, StateRow, decode_states
 from .walk import FrameWalk, Place
 
@@ -58,13 +58,33 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Footer:
-    """What the writer counted when it closed the file."""
+    """What the writer counted when it closed the file. `reason`: why recording ended, "" for a normal end."""
 
     events: int
     states: int
     dropped: int
     dropped_at_end: int
     extra: dict[str, Any]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Where everything lies, from a pass over a whole file.
+
+    `frames`, `offsets`, `first_seq`: of each chunk. `end`: where its sound frames end, in bytes. `dropped`
+    leaves out what only the footer knows.
+    """
+
+    frames: list[int]
+    offsets: list[int]
+    first_seq: list[int]
+    events: int
+    states: int
+    dropped: int
+    footer: Footer | None
+    ended: Ending
+    end: int
 
 
 @dataclass
@@ -179,6 +199,46 @@ class TraceReader:
                     return
                 before = replace(progress, place=after)
         raise NoSuchEvent(f"{self.path}: there is no event {seq}")
+
+    def survey(self) -> Survey:
+        """Look at every frame and every state; ids stay packed. Raises what `items()` raises."""
+        progress = _Progress(Place(1, self._body))
+        place = progress.place
+        chunks: list[tuple[int, int, int]] = []
+        for after, item in self._pass(progress, states=True):
+            if isinstance(item, Chunk):
+                chunks.append((place.frame, place.offset, item.first_seq))
+            place = after
+        if not chunks:
+            raise EmptyTrace(f"{self.path}: the trace has a header and no event")
+        assert progress.ended is not None
+        frames, offsets, first_seq = (list(column) for column in zip(*chunks, strict=True))
+        return Survey(
+            frames,
+            offsets,
+            first_seq,
+            progress.next_seq,
+            progress.states,
+            progress.dropped,
+            progress.footer,
+            progress.ended,
+            place.offset,
+        )
+
+    def find_footer(self) -> Footer | None:
+        """The footer, without reading what lies before the last chunk; None where there is no index or the
+        end is damaged.
+        """
+        if self._index is None:
+            return None
+        place = Place(int(self._index.frames[-1]), int(self._index.offsets[-1]))
+        progress = _Progress(place, int(self._index.first_seq[-1]), whole=False)
+        try:
+            for _ in self._pass(progress, states=False):
+                pass
+        except TraceError:
+            return None
+        return progress.footer
 
     def _items(self, *, states: bool) -> Iterator[Chunk | StateBatch]:
         progress = self._start or _Progress(Place(1, self._body))
@@ -321,8 +381,11 @@ def _read_footer(body: dict[str, Any], progress: _Progress) -> Footer:
     for name, number in seen.items():
         if number != counts[name]:
             raise DamagedTrace(f"the footer counts {counts[name]} {name}, and there are {number}")
-    extra = {key: value for key, value in body.items() if key not in (*counts, "kind", "trace")}
-    return Footer(extra=extra, **counts)
+    reason = body.get("reason", "")
+    if not isinstance(reason, str) or len(reason) > MAX_REASON_CHARACTERS:
+        raise DamagedTrace("the footer's reason is no text, or too long")
+    extra = {key: value for key, value in body.items() if key not in (*counts, "reason", "kind", "trace")}
+    return Footer(extra=extra, reason=reason, **counts)
 
 
 def _same_cause(problem: ImpossibleEvent | NewerTrace, text: str) -> TraceError:

@@ -68,6 +68,8 @@ class MarkCode(enum.IntEnum):
     """The engine's own accounting refused a request before any allocator call [tokens asked for]."""
     CACHE_RESET = 6
     """The prefix cache was emptied."""
+    TRANSFER = 7
+    """The engine told the allocator of a host transfer's event; placement does not depend on it [event, or -1]."""
 
 
 NONE: Final = -1

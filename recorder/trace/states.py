@@ -29,8 +29,8 @@ class StateRow:
 
     `pools` maps a pool's name to its figures: `watermark` or `low_watermark` and `high_watermark`,
     `allocated_count`, `available_size`, `schedulable_available_size`, `holes`, `pending` (integers),
-    `virtual_to_physical_blake2b`, `free_virtual_ids_blake2b` (12 bytes); a figure that is not known is None
-    or left out.
+    `virtual_to_physical_blake2b`, `free_virtual_ids_blake2b` (12 bytes), `virtual_to_physical_mix64`,
+    `free_virtual_ids_mix64` (integers, digests.py); a figure that is not known is None or left out.
     """
 
     after_seq: int

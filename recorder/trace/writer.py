@@ -13,21 +13,32 @@ later. So what a killed writer loses is the open chunk, and what a killed machin
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from .columns import Int64Array
-from .encode import EventBuffer, encode_chunk
+from .encode import EventBuffer, encode_chunk, pack_row
 from .errors import EmptyTrace, ImpossibleEvent, OutputExists, OutputRefused, TooManyIds, TraceWriteFailed
 from .frames import compress_frame, new_compressor
 from .header import Header, header_to_map, validate_header
 from .index import index_frame
-from .limits import CLOSE_CHUNK_IDS, DEFAULT_CHUNK_EVENTS, MAX_CHUNK_EVENTS, MAX_EVENT_IDS, MAX_STATE_FIGURES
+from .limits import (
+    CLOSE_CHUNK_IDS,
+    DEFAULT_CHUNK_EVENTS,
+    MAX_CHUNK_EVENTS,
+    MAX_CHUNK_NAMES,
+    MAX_EVENT_IDS,
+    MAX_NAME_CHARACTERS,
+    MAX_REASON_CHARACTERS,
+    MAX_STATE_FIGURES,
+)
+from .locks import lock
 from .schema import ARGUMENT_SLOTS, NONE, QUERY_SLOT, RESULT_SLOT, SCHEMA, EventKind, KindSchema, ResultKind
 from .states import DIGEST_BYTES, StateRow, encode_states
 
@@ -51,49 +62,62 @@ _INTEGER: Final = int(ResultKind.INTEGER)
 
 
 class _Rules:
-    """The schema of one event kind as bit masks: checking an event is on the path of every recorded call."""
+    """The schema of one event kind as one set and a few flags: checking an event is on the path of every
+    recorded call.
+    """
+
+    __slots__ = ("choices", "kind", "lowest_pool", "needs_value", "number", "schema", "shapes")
 
     def __init__(self, kind: EventKind, schema: KindSchema) -> None:
         self.kind = kind
         self.schema = schema
         self.number = int(kind)
-        self.needs_pool = schema.needs_pool
-        self.required = sum(1 << slot for slot in schema.required)
-        self.forbidden = sum(1 << slot for slot in ARGUMENT_SLOTS if not schema.list_meaning(slot))
-        self.results = sum(1 << result for result in schema.results)
+        self.lowest_pool = 0 if schema.needs_pool else NONE
         self.choices = schema.choices
         self.needs_value = schema.needs_value
+        self.shapes = frozenset(
+            _shape(slots | (result == ResultKind.IDS) << RESULT_SLOT | asked << QUERY_SLOT, result)
+            for slots in range(1 << len(ARGUMENT_SLOTS))
+            if not self._misfit(slots)
+            for result in schema.results
+            for asked in (0, 1)
+        )
 
-    def check(
+    def _misfit(self, slots: int) -> str:
+        """What is wrong with a mask of lists; empty when the kind may have these."""
+        if any(slots >> slot & 1 and not self.schema.list_meaning(slot) for slot in ARGUMENT_SLOTS):
+            return "a list that its kind does not have"
+        if any(not slots >> slot & 1 for slot in self.schema.required):
+            return "not all the lists its kind must have"
+        return ""
+
+    def refusal(
         self, writer: TraceWriter, pool: int, value: int, depth: int, slots: int, result: int, size: int
-    ) -> None:
-        """Raise ImpossibleEvent or TooManyIds when the event may not be written. `slots`: mask of lists
-        given.
-        """
-        problem = ""
-        if not -1 <= pool < writer.pool_count or (pool < 0 and self.needs_pool):
-            problem = f"pool {pool}"
-        elif slots & self.forbidden:
-            problem = "a list that its kind does not have"
-        elif self.required & ~slots:
-            problem = "not all the lists its kind must have"
-        elif not self.results >> result & 1:
-            problem = "a result that its kind does not have"
-        elif self.choices and value not in self.choices:
-            problem = f"value {value} ({self.schema.value})"
-        elif self.needs_value and value == NONE:
-            problem = f"no value ({self.schema.value})"
-        elif not 0 <= depth <= 255:
-            problem = f"depth {depth}"
-        if problem:
-            raise self.refusal(writer, problem)
+    ) -> ImpossibleEvent | TooManyIds:
+        """Why an event of this kind may not be written."""
+        if not self.lowest_pool <= pool < writer.pool_count:
+            return self.impossible(writer, f"pool {pool}")
+        if misfit := self._misfit(slots):
+            return self.impossible(writer, misfit)
+        if result not in self.schema.results:
+            return self.impossible(writer, "a result that its kind does not have")
+        if self.choices and value not in self.choices:
+            return self.impossible(writer, f"value {value} ({self.schema.value})")
+        if self.needs_value and value == NONE:
+            return self.impossible(writer, f"no value ({self.schema.value})")
         if size > MAX_EVENT_IDS:
             limit = f"the format's limit is {MAX_EVENT_IDS}"
-            raise TooManyIds(f"event {writer.events} ({self.kind.name}) has {size} ids; {limit}")
+            return TooManyIds(f"event {writer.events} ({self.kind.name}) has {size} ids; {limit}")
+        return self.impossible(writer, f"depth {depth}")
 
-    def refusal(self, writer: TraceWriter, problem: str) -> ImpossibleEvent:
+    def impossible(self, writer: TraceWriter, problem: str) -> ImpossibleEvent:
         """The error for an event of this kind."""
         return ImpossibleEvent(f"event {writer.events} ({self.kind.name}) has {problem}")
+
+
+def _shape(slots: int, result: int) -> int:
+    """Which lists an event has and what kind of result, as one number."""
+    return slots | result << (QUERY_SLOT + 1)
 
 
 _RULES: Final = {int(kind): _Rules(kind, schema) for kind, schema in SCHEMA.items()}
@@ -108,7 +132,8 @@ class TraceWriter:
     """Writes events to `path`; a context manager that closes cleanly, or leaves NAME.partial after an
     exception.
 
-    `chunk_events` is the number of events per chunk, `level` zstd's. Raises OutputExists when `path` or its
+    `chunk_events` is the number of events per chunk; a chunk whose lists would hold more than `chunk_ids` ids
+    is closed early. `level` is zstd's. Raises OutputExists when `path` or its
     `.partial` is there and `force` is not given, TraceWriteFailed when the system refuses a write (then the
     writer is finished: everything up to the last whole frame stays readable in the `.partial`),
     ImpossibleEvent or TooManyIds for an event the schema does not know.
@@ -120,11 +145,14 @@ class TraceWriter:
         header: Header,
         *,
         chunk_events: int = DEFAULT_CHUNK_EVENTS,
+        chunk_ids: int = CLOSE_CHUNK_IDS,
         level: int = DEFAULT_LEVEL,
         force: bool = False,
     ) -> None:
         if not 1 <= chunk_events <= MAX_CHUNK_EVENTS:
             raise ValueError(f"a chunk holds 1 to {MAX_CHUNK_EVENTS} events, not {chunk_events}")
+        if not 1 <= chunk_ids <= CLOSE_CHUNK_IDS:
+            raise ValueError(f"the lists of a chunk hold 1 to {CLOSE_CHUNK_IDS} ids, not {chunk_ids}")
         validate_header(header)
         self.path = Path(path)
         self.header = header
@@ -132,11 +160,13 @@ class TraceWriter:
         self.dropped_events = 0
         self._partial = partial_path(self.path)
         self._chunk_events = chunk_events
+        self._chunk_ids = chunk_ids
         self._compressor = new_compressor(level)
         self._page_sizes = [pool.page_size for pool in header.pools]
         self.pool_count = len(header.pools)
         self._identity = header.uuid
         self._buffer = EventBuffer()
+        self._names: dict[int, str] = {}
         self._states: list[StateRow] = []
         self._state_figures = 0
         self._state_rows = 0
@@ -152,14 +182,18 @@ class TraceWriter:
                     f"{existing} is already there; choose another name or overwrite it with --force"
                 )
         try:
-            flags = (
-                os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL) | getattr(os, "O_CLOEXEC", 0)
-            )
-            self._file: int | None = os.open(self._partial, flags, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | (0 if force else os.O_EXCL) | getattr(os, "O_CLOEXEC", 0)
+            file = os.open(self._partial, flags, 0o644)
         except OSError as problem:
             raise OutputRefused(
                 f"{self._partial} cannot be written: {problem.strerror or problem}"
             ) from problem
+        if not lock(file):
+            os.close(file)
+            raise OutputRefused(f"{self._partial}: another process is writing this trace")
+        self._file: int | None = file
+        if force:  # only now that nobody else writes it
+            os.ftruncate(file, 0)
         self._write_frame(header_to_map(header))
 
     def append(
@@ -177,61 +211,95 @@ class TraceWriter:
         depth: int = 0,
         request: int = NONE,
         queries: Sequence[tuple[int, bool]] = (),
+        trusted: bool = False,
     ) -> int:
-        """Add one event and return its number. Lists are copied; `result`: UNSET, None, ids or an integer."""
+        """Add one event and return its number. `result`: UNSET, None, ids or an integer.
+
+        Lists are copied. With `trusted` they are taken as they are: each must be an int64[n] array that nobody
+        writes to any more (nothing of that is checked).
+        """
         if self._file is None:
             self._open_file()
         rules = _RULES.get(kind)
         if rules is None:
             raise ValueError(f"{kind} is no event kind")
-        lists: list[tuple[int, Int64Array]] = []
-        if list0 is not None:
-            lists.append((0, _ids(list0)))
-        if list1 is not None:
-            lists.append((1, _ids(list1)))
-        if list2 is not None:
-            lists.append((2, _ids(list2)))
-        result_kind, result_value = _NOT_RECORDED, NONE
-        if result is not UNSET:
-            if result is None:
-                result_kind = _NULL
-            elif isinstance(result, (int, np.integer)):
-                result_kind, result_value = _INTEGER, int(result)
-            elif not isinstance(result, _Unset):
-                result_kind = _IDS
-                lists.append((RESULT_SLOT, _ids(result)))
-        if queries:
-            lists.append((QUERY_SLOT, _ids([number for number, _ in queries])))
         slots = size = 0
-        for slot, ids in lists:
-            slots |= 1 << slot
-            size += len(ids)
-        rules.check(self, pool, value, depth, slots, result_kind, size)
-        for number in (time_us, value, value2, request, result_value):
-            if not _INT64_MIN <= number <= _INT64_MAX:
-                raise rules.refusal(self, f"{number}, which is not of 64 bits")
+        if list0 is not None:
+            ids0 = cast("Int64Array", list0) if trusted else _ids(list0)
+            slots, size = 1, len(ids0)
+        if list1 is not None:
+            ids1 = cast("Int64Array", list1) if trusted else _ids(list1)
+            slots, size = slots | 2, size + len(ids1)
+        if list2 is not None:
+            ids2 = cast("Int64Array", list2) if trusted else _ids(list2)
+            slots, size = slots | 4, size + len(ids2)
+        result_kind, result_value = _NOT_RECORDED, NONE
+        if result is None:
+            result_kind = _NULL
+        elif result is not UNSET:
+            if isinstance(result, (int, np.integer)):
+                result_kind, result_value = _INTEGER, int(result)
+            else:
+                result_kind = _IDS
+                answer = cast("Int64Array", result) if trusted else _ids(cast("Ids", result))
+                slots, size = slots | 8, size + len(answer)
+        if queries:
+            asked = _ids([number for number, _ in queries])
+            slots, size = slots | 16, size + len(asked)
+        if (
+            slots | result_kind << 5 not in rules.shapes
+            or not rules.lowest_pool <= pool < self.pool_count
+            or (rules.needs_value and (value == NONE or (rules.choices and value not in rules.choices)))
+            or not 0 <= depth <= 255
+            or size > MAX_EVENT_IDS
+        ):
+            raise rules.refusal(self, pool, value, depth, slots, result_kind, size)
+        number = rules.number
+        try:
+            row = pack_row(number, pool, depth, time_us, request, value, value2, result_kind, result_value)
+        except struct.error:
+            raise rules.impossible(self, "a number that is no integer of 64 bits") from None
         buffer = self._buffer
-        full = len(buffer.kind) >= self._chunk_events or buffer.ids + size > CLOSE_CHUNK_IDS
-        if full and buffer.kind:
+        if buffer.events and (buffer.events >= self._chunk_events or buffer.ids + size > self._chunk_ids):
             # Only now, so that a state taken right after a chunk's last event goes into the frame beside it.
             self._close_chunk()
             buffer = self._buffer
-        buffer.kind.append(rules.number)
-        buffer.pool.append(pool)
-        buffer.depth.append(depth)
-        buffer.time_us.append(time_us)
-        buffer.request.append(request)
-        buffer.value.append(value)
-        buffer.value2.append(value2)
-        buffer.result_kind.append(result_kind)
-        buffer.result_value.append(result_value)
-        for slot, ids in lists:
-            buffer.add_list(slot, ids)
-        if queries:
-            buffer.answers[len(buffer) - 1] = [bool(answer) for _, answer in queries]
+        if size or slots:
+            if slots & 1:
+                buffer.add_list(number, pool, 0, ids0)
+            if slots & 2:
+                buffer.add_list(number, pool, 1, ids1)
+            if slots & 4:
+                buffer.add_list(number, pool, 2, ids2)
+            if slots & 8:
+                buffer.add_list(number, pool, RESULT_SLOT, answer)
+            if slots & 16:
+                buffer.add_list(number, pool, QUERY_SLOT, asked)
+                buffer.answers[buffer.events] = [bool(answered) for _, answered in queries]
+            buffer.ids += size
+        if self._names:
+            buffer.names.update(self._names)
+            self._names.clear()
+        buffer.rows += row
+        buffer.events += 1
         seq = self.events
-        self.events += 1
+        self.events = seq + 1
         return seq
+
+    def name_request(self, number: int, text: str) -> None:
+        """Say what the request `number` of the events to come is called; once, before its first event.
+
+        The name goes into the chunk of the next event. It is cut after MAX_NAME_CHARACTERS characters. Raises
+        ValueError for a number below 0 or not of 64 bits.
+        """
+        self._open_file()
+        if not 0 <= number <= _INT64_MAX:
+            raise ValueError(f"{number} is no request's number")
+        if len(self._names) + len(self._buffer.names) >= MAX_CHUNK_NAMES and self._buffer.events:
+            self._close_chunk()
+        if len(self._names) >= MAX_CHUNK_NAMES:
+            raise ValueError(f"{len(self._names)} requests are named and no event came")
+        self._names[number] = _writable(text, MAX_NAME_CHARACTERS)
 
     def state(self, row: StateRow) -> None:
         """Add a state; it is written after the chunk that holds event `row.after_seq`.
@@ -269,10 +337,11 @@ class TraceWriter:
         self._open_file()
         self._close_chunk()
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """Write what is buffered, the footer and the index, and give the file its name.
 
-        Raises EmptyTrace when no event was added (the `.partial` is removed).
+        `reason` is why the recording ended; "" is a normal end. Raises EmptyTrace when no event was added (the
+        `.partial` is removed).
         """
         if self._file is None:
             return
@@ -281,15 +350,17 @@ class TraceWriter:
             self._partial.unlink(missing_ok=True)
             raise EmptyTrace(f"{self.path}: a trace needs at least one event; nothing was written")
         tail_drops = [] if len(self._buffer) else self._buffer.drops
+        if self._buffer.events:
+            self._buffer.names.update(self._names)
         self._close_chunk()
-        footer: dict[str, Any] = {
-            "kind": "footer",
-            "trace": self._identity,
-            "events": self.events,
-            "states": self._state_rows,
-            "dropped": self.dropped_events,
-            "dropped_at_end": sum(count for _, count in tail_drops),
-        }
+        footer = footer_map(
+            self._identity,
+            events=self.events,
+            states=self._state_rows,
+            dropped=self.dropped_events,
+            dropped_at_end=sum(count for _, count in tail_drops),
+            reason=reason,
+        )
         self._write_frame(footer)
         self._write(index_frame(self._chunk_frames, self._offsets, self._first_seq))
         file, self._file = self._file, None
@@ -327,7 +398,7 @@ class TraceWriter:
     def _close_chunk(self) -> None:
         states, self._states, self._state_figures = self._states, [], 0
         buffer = self._buffer
-        if len(buffer):
+        if buffer.events:
             self._buffer = EventBuffer()
             first_seq = self.events - len(buffer)
             body = encode_chunk(buffer, first_seq, self._page_sizes)
@@ -365,6 +436,26 @@ class TraceWriter:
                 f"its first {self._written_events} events stay readable"
             ) from problem
         self._position += len(data)
+
+
+def footer_map(
+    identity: str, *, events: int, states: int, dropped: int, dropped_at_end: int, reason: str
+) -> dict[str, Any]:
+    """The map of the footer frame of the trace with the uuid `identity`."""
+    return {
+        "kind": "footer",
+        "trace": identity,
+        "events": events,
+        "states": states,
+        "dropped": dropped,
+        "dropped_at_end": dropped_at_end,
+        "reason": _writable(reason, MAX_REASON_CHARACTERS),
+    }
+
+
+def _writable(text: str, characters: int) -> str:
+    """`text` as a file can hold it: at most so many characters, and what UTF-8 has no form for escaped."""
+    return text[:characters].encode("utf-8", "backslashreplace").decode()[:characters]
 
 
 def _ids(ids: Ids) -> Int64Array:

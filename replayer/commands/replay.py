@@ -147,7 +147,7 @@ def _replay(args: argparse.Namespace, options: ReplayOptions, progress: Progress
 
 def _compare(args: argparse.Namespace, options: ReplayOptions, progress: Progress) -> int:
     from replayer.compare import compare, print_comparison
-    from replayer.report import figures, print_report
+    from replayer.report import figures, print_incomplete, print_report
 
     strategies = [name.strip() for name in args.compare.split(",") if name.strip()]
     if not strategies:
@@ -155,10 +155,13 @@ def _compare(args: argparse.Namespace, options: ReplayOptions, progress: Progres
     rows, outcomes = compare(options, strategies, progress)
     _close(progress)
     failed = [figures(outcome) for outcome in outcomes if outcome.verdict == "failed"]
+    first = figures(outcomes[0])
     if args.json:
-        _print_json({"trace": str(options.path), "strategies": rows, "failures": failed})
+        incomplete = {name: first[name] for name in ("missing", "gap", "recording_ended")}
+        _print_json({"trace": str(options.path), "strategies": rows, "failures": failed, **incomplete})
     else:
         print_rich(lambda console: print_comparison(str(options.path), rows, console))
+        print_rich(partial(print_incomplete, first))
         for found in failed:
             print_rich(partial(print_report, found))
     code = EXIT_HELD
@@ -172,7 +175,7 @@ def _exit_code(outcome: Outcome) -> int:
         return EXIT_FAILED
     if outcome.verdict == "interrupted":
         return EXIT_INTERRUPTED
-    return EXIT_CUT if outcome.recovery is not None else EXIT_HELD
+    return EXIT_HELD if outcome.recovery is None and outcome.gap is None else EXIT_CUT
 
 
 def _worse(one: int, other: int) -> int:

@@ -215,7 +215,7 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     for name, entry in cli.COMMANDS.items():
-        assert re.search(rf"^ +{name} ", out, re.MULTILINE), name
+        assert re.search(rf"^ +{name}\s", out, re.MULTILINE), name
         assert entry.help.split()[-1] in out
     for code in (0, 1, 2, 65, 66, 70, 130, 141):
         assert re.search(rf"^  {code} ", out, re.MULTILINE), code

@@ -2,6 +2,7 @@
 
 `data/format_1_0.msgpack.zst` was written once, when format 1.0 was made, and is never written again; the values it
 must give are beside it. It holds every event kind, every kind of result and every column and list form of the format.
+`data/format_1_1.msgpack.zst` in the same way holds what 1.1 added.
 """
 
 from __future__ import annotations
@@ -14,22 +15,30 @@ from typing import Any
 import pytest
 from trace_tools import frame_maps, read_everything
 
-from recorder.trace import UNSET, EventKind, ResultKind, StateRow, TraceReader
+from recorder.trace import UNSET, EventKind, MarkCode, ResultKind, StateRow, TraceReader
 
 pytestmark = pytest.mark.cpu
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "format_1_0.msgpack.zst"
+VERSIONS = ("1_0", "1_1")
+
+
+def golden(version: str) -> tuple[Path, dict[str, Any]]:
+    """(file of a version, the values it must give)."""
+    found: dict[str, Any] = json.loads((DATA / f"format_{version}.json").read_text())
+    return DATA / f"format_{version}.msgpack.zst", found
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DATA / "format_1_0.json").read_text())
-    return found
+    return golden("1_0")[1]
 
 
-def test_every_event_of_format_1_0_is_as_it_was(expected: dict[str, Any]) -> None:
-    events, states, reader = read_everything(GOLDEN)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_event_of_a_released_format_is_as_it_was(version: str) -> None:
+    path, expected = golden(version)
+    events, states, reader = read_everything(path)
     for event in events:
         event["kind"] = EventKind(event["kind"]).name
         event["queries"] = [list(query) for query in event["queries"]]
@@ -39,7 +48,8 @@ def test_every_event_of_format_1_0_is_as_it_was(expected: dict[str, Any]) -> Non
     assert {event["kind"] for event in events} == set(EventKind.__members__)
     assert states == [StateRow(after, figures(pools)) for after, pools in expected["states"]]
     assert reader.ended == "clean" and reader.footer is not None
-    assert dataclasses.asdict(reader.footer) == expected["footer"]
+    # A key that a version did not have yet reads as "as before".
+    assert dataclasses.asdict(reader.footer) == {"reason": "", **expected["footer"]}
 
 
 def figures(pools: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -51,22 +61,42 @@ def figures(pools: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_the_header_of_format_1_0_is_as_it_was(expected: dict[str, Any]) -> None:
-    with TraceReader(GOLDEN) as reader:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_header_of_a_released_format_is_as_it_was(version: str) -> None:
+    path, expected = golden(version)
+    with TraceReader(path) as reader:
         header = dataclasses.asdict(reader.header)
     header["format"] = list(header["format"])
     assert header == expected["header"]
 
 
-def test_chunks_drops_and_seek_of_format_1_0_are_as_they_were(expected: dict[str, Any]) -> None:
-    with TraceReader(GOLDEN) as reader:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_chunks_drops_and_names_of_a_released_format_are_as_they_were(version: str) -> None:
+    path, expected = golden(version)
+    with TraceReader(path) as reader:
         chunks = list(reader.chunks())
-        assert [len(chunk) for chunk in chunks] == expected["chunks"]
-        drops = [[chunk.first_seq + at, lost] for chunk in chunks for at, lost in chunk.drops.tolist()]
-        assert drops == expected["drops"]
+    assert [len(chunk) for chunk in chunks] == expected["chunks"]
+    drops = [[chunk.first_seq + at, lost] for chunk in chunks for at, lost in chunk.drops.tolist()]
+    assert drops == expected["drops"] and drops
+    names = [[[number, name] for number, name in chunk.request_ids.items()] for chunk in chunks]
+    assert names == expected.get("request_ids", [[] for _ in chunks])
+    assert {kind for chunk in chunks for kind in chunk.result_kind.tolist()} == set(ResultKind)
+
+
+def test_seek_in_format_1_0_goes_where_it_went() -> None:
+    with TraceReader(GOLDEN) as reader:
         reader.seek(299)
         assert next(reader.chunks()).first_seq == 150
-        assert {kind for chunk in chunks for kind in chunk.result_kind.tolist()} == set(ResultKind)
+
+
+def test_the_golden_file_of_format_1_1_holds_what_was_added() -> None:
+    path, expected = golden("1_1")
+    assert expected["footer"]["reason"] and sum(map(len, expected["request_ids"])) == 3
+    marks = [event for event in expected["events"] if event["kind"] == "MARK"]
+    assert MarkCode.TRANSFER in {event["value"] for event in marks}
+    names = {name for _, pools in expected["states"] for state in pools.values() for name in state}
+    assert {"virtual_to_physical_mix64", "free_virtual_ids_mix64", "virtual_to_physical_blake2b"} <= names
+    assert frame_maps(path)[0]["format"] == [1, 1]
 
 
 def test_the_golden_file_holds_every_form_of_the_format(expected: dict[str, Any]) -> None:

@@ -283,7 +283,7 @@ def test_a_state_before_the_first_event_can_be_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("format", (1, 1)), ("pools", "full"), ("engine", 3), ("total_bytes", -1)]
+    ("field", "value"), [("format", (1, 0)), ("pools", "full"), ("engine", 3), ("total_bytes", -1)]
 )
 def test_a_header_that_could_not_be_read_is_not_written(tmp_path: Path, field: str, value: Any) -> None:
     header = small_header()
