@@ -26,13 +26,15 @@ class Places:
         hosts: the host tensors known in a stand-in run, weakly, by ``id``; always empty otherwise.
     """
 
-    __slots__ = ("__weakref__", "_pinned", "device", "hosts", "stand_in")
+    __slots__ = ("__weakref__", "_pinned", "_pinned_memory", "device", "hosts", "stand_in")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stand_in = device.type == "cpu"
         self.hosts: dict[int, weakref.ref[torch.Tensor]] = {}
         self._pinned: set[int] = set()
+        # Addresses of pinned memory: a view of a pinned tensor is pinned too.
+        self._pinned_memory: dict[int, int] = {}
 
     def declare_host(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
         """Take ``tensor`` for a host tensor for as long as it lives; ``pinned`` if a GPU run would pin it."""
@@ -40,15 +42,18 @@ class Places:
             return
         identity = id(tensor)
         if identity not in self.hosts:
-            hosts, pinned_ones = self.hosts, self._pinned
+            hosts, pinned_ones, memory = self.hosts, self._pinned, self._pinned_memory
 
             def forget(_: weakref.ref[torch.Tensor]) -> None:
                 hosts.pop(identity, None)
                 pinned_ones.discard(identity)
+                for address in [where for where, owner in memory.items() if owner == identity]:
+                    del memory[address]
 
             hosts[identity] = weakref.ref(tensor, forget)
         if pinned:
             self._pinned.add(identity)
+            self._pinned_memory[tensor.untyped_storage().data_ptr()] = identity
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Whether reading ``tensor`` costs no synchronisation."""
@@ -56,7 +61,11 @@ class Places:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a host tensor lies in page-locked memory, from which a copy can be asynchronous."""
-        return id(tensor) in self._pinned if self.stand_in else tensor.is_pinned()
+        if not self.stand_in:
+            return tensor.is_pinned()
+        if id(tensor) in self._pinned:
+            return True
+        return bool(self._pinned_memory) and tensor.untyped_storage().data_ptr() in self._pinned_memory
 
     def is_host_device(self, device: Any) -> bool:
         """Whether a ``device=`` argument of a factory means the host; ``None`` is torch's default device."""

@@ -1,0 +1,330 @@
+"""SGLang's unified memory pool: calls on its sub-pool allocators (`MultiEndedAllocator`, `FloatMultiEndedAllocator`).
+
+Recorded is what happens to an allocator from outside, one event a call: depth 0. Flushes and moves made on the way are recorded with
+their depth, so that a reader sees them; a replay drives depth 0 only. What passes the methods by and is recorded as well:
+
+- `_transfer_swa_pages` (`mem_cache/unified_cache/components/swa.py`, 0.5.23) writes `virtual_to_physical` itself after a `bind`: UNBIND;
+- the answer of each `event.query()`: what a flush does depends on them;
+- move gates: their last answer, as MOVE_GATE when it changes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from recorder.engines.sglang_arguments import Reader, readers
+from recorder.engines.sglang_header import SAME_PLACEMENT, Engine
+from recorder.engines.sglang_requests import RequestHooks, definer
+from recorder.engines.sglang_tape import ALLOCATES, NO_RESULT, Arguments, Tape, write_call
+from recorder.process import ThreadState
+from recorder.session import Session, write_nothing
+from recorder.staging import StagingFull
+from recorder.trace import NONE, EventKind
+
+if TYPE_CHECKING:
+    from recorder.process import Recorder
+
+NAME: Final = "sglang"
+HOST: Final = "sglang"
+VERSIONS: Final = ("0.5.18", "0.5.23")
+
+# 0.5.20 split the allocators out of one module; which of the two is there decides, not the version.
+ALLOCATOR_MODULES: Final = (
+    "sglang.srt.mem_cache.allocator.unified_sub_pool",
+    "sglang.srt.mem_cache.multi_ended_allocator",
+)
+SWA_MODULE: Final = "sglang.srt.mem_cache.unified_cache.components.swa"
+MARK: Final = "_kvtape_pool"
+_DISAGG, _TRANSFER = "disagg_move_gate", "host_transfer_move_gate"
+GATES: Final = (_DISAGG, _TRANSFER)
+
+
+def installed_version() -> str | None:
+    """Version of the SGLang in this environment."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def attach(recorder: Recorder) -> None:
+    """Wrap the allocators of the SGLang installed here. Allocators made before are not recorded."""
+    version = installed_version() or ""
+    SglangHooks(recorder, Engine(NAME, version, version in SAME_PLACEMENT)).attach(_allocator_module())
+
+
+def _allocator_module() -> Any:
+    for name in ALLOCATOR_MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as problem:
+            if problem.name is None or not name.startswith(problem.name):
+                raise
+    raise ImportError(f"SGLang has neither of {', '.join(ALLOCATOR_MODULES)}")
+
+
+class SglangHooks:
+    """Makes the wrappers. One instance a recording; the wrappers hold it and, through it, the recorder."""
+
+    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+        self._recorder = recorder
+        self._engine = engine
+        self._calls = recorder.calls
+        self._capture = recorder.staging.capture
+        self._tapes: dict[int, Tape] = {}
+        self._state_every = recorder.settings.state_every
+        self._last_event = 0
+        self._asked_classes: set[type] = set()
+
+    def attach(self, module: Any) -> None:
+        """Wrap the allocators of `module` (SGLang's, or another with classes of these names and methods), and what is beside them."""
+        hooks = self._recorder.hooks
+        self._recorder.on_stop(self._take_marks_off)
+        hooks.wrap(definer(module.MultiEndedAllocator, "__init__"), "__init__", self._constructor)
+        wrapped: set[tuple[type, str]] = set()
+        for owner in (module.MultiEndedAllocator, getattr(module, "FloatMultiEndedAllocator", None)):
+            if owner is None:
+                continue
+            for name, (kind, form, read) in readers(self._capture, self._number).items():
+                defining = definer(owner, name)
+                if defining is not None and (defining, name) not in wrapped:
+                    wrapped.add((defining, name))
+                    hooks.wrap(defining, name, partial(self._call, kind=kind, form=form, read=read))
+        self._attach_transfer()
+        RequestHooks(self._recorder, self._tapes.values()).attach()
+
+    # -- wrappers
+
+    def _constructor(self, original: Any) -> Any:
+        def __init__(allocator: Any, *args: Any, **kwargs: Any) -> None:
+            original(allocator, *args, **kwargs)
+            if self._recorder.active:
+                try:
+                    buffer = getattr(allocator, "unified_buffer", None)
+                    if buffer is None or MARK in allocator.__dict__:
+                        return
+                    tape = self._tapes.get(id(buffer))
+                    if tape is None or tape.buffer() is not buffer:
+                        tape = self._tapes[id(buffer)] = Tape(self._recorder, buffer, self._engine)
+                    tape.add(allocator)
+                except Exception as problem:
+                    self._recorder.fail(problem)
+
+        return __init__
+
+    def _call(self, original: Any, kind: EventKind, form: int, read: Reader) -> Any:
+        """The wrapper of one method. Written for the engine's thread: what is not needed for most calls is elsewhere."""
+        recorder, calls, capture = self._recorder, self._calls, self._capture
+        number, shown_when_nested, asks_gates = int(kind), kind in _SHOWN_WHEN_NESTED, kind in _ASKS_GATES
+        state_every = self._state_every
+
+        def recorded(allocator: Any, *args: Any, **kwargs: Any) -> Any:
+            here = calls.here
+            depth = here.depth
+            attributes = allocator.__dict__
+            pool = attributes.get(MARK)
+            if pool is None or not recorder.active or (depth and not shown_when_nested):
+                return original(allocator, *args, **kwargs)
+            arguments = None
+            try:
+                session = pool.session or pool.begin()
+                if not depth:
+                    here.asked = None
+                    if asks_gates and (
+                        attributes.get(_DISAGG) is not None or attributes.get(_TRANSFER) is not None
+                    ):
+                        self._listen_to_gates(pool.tape, allocator)
+                if (len(pool.queue) < session.most_items and not session.drops_waiting) or session.has_room():
+                    arguments = read(args, kwargs)
+            except StagingFull:
+                session.drop()
+            except Exception as problem:
+                recorder.fail(problem)
+            here.depth = depth + 1
+            try:
+                result = original(allocator, *args, **kwargs)
+            except BaseException:
+                here.depth = depth
+                if arguments is not None:
+                    # The call that raised is the event somebody will want to see.
+                    self._put(session, number, pool.number, here, arguments, depth)
+                raise
+            here.depth = depth
+            if arguments is not None:
+                try:
+                    pool.queue.append(
+                        (
+                            write_call,
+                            session.clock_ns(),
+                            number,
+                            pool.number,
+                            depth,
+                            here.request,
+                            arguments,
+                            form,
+                            capture(result) if form == ALLOCATES else result,
+                            None if depth else here.asked,
+                        )
+                    )
+                    if state_every and not depth:
+                        pool.tape.count(session, state_every)
+                except StagingFull:
+                    session.drop()
+                    pool.queue.append((write_nothing, 0, *arguments[2:]))
+                except Exception as problem:
+                    recorder.fail(problem)
+            return result
+
+        return recorded
+
+    def _put(
+        self, session: Session, kind: int, pool: int, here: ThreadState, arguments: Arguments, depth: int = 0
+    ) -> None:
+        """Queue an event without a result, off the beaten track. Never raises."""
+        try:
+            asked = None if depth else here.asked
+            session.queue.append(
+                (
+                    write_call,
+                    session.clock_ns(),
+                    kind,
+                    pool,
+                    depth,
+                    here.request,
+                    arguments,
+                    NO_RESULT,
+                    None,
+                    asked,
+                )
+            )
+        except Exception as problem:
+            self._recorder.fail(problem)
+
+    def _number(self, event: Any) -> int:
+        """The number of a forward's event: rises from launch to launch. An event that is recorded anew is a new one."""
+        if event is None:
+            return NONE
+        cls = type(event)
+        if cls not in self._asked_classes:
+            self._asked_classes.add(cls)
+            self._recorder.hooks.wrap(definer(cls, "query"), "query", self._query)
+        number = getattr(event, "_kvtape_number", 0)
+        if number != self._last_event or not number:
+            self._last_event += 1
+            number = event._kvtape_number = self._last_event
+        return int(number)
+
+    def _query(self, original: Any) -> Any:
+        recorder, calls = self._recorder, self._calls
+
+        def query(event: Any) -> Any:
+            answer = original(event)
+            here = calls.here
+            if here.depth and recorder.active:
+                number = getattr(event, "_kvtape_number", 0)
+                if number:
+                    if here.asked is None:
+                        here.asked = []
+                    here.asked.append((number, bool(answer)))
+            return answer
+
+        return query
+
+    def _listen_to_gates(self, tape: Tape, allocator: Any) -> None:
+        attributes = allocator.__dict__
+        for slot in GATES:
+            gate = attributes.get(slot)
+            if gate is not None and type(gate) is not _Gate:
+                setattr(allocator, slot, _Gate(gate, slot, tape, self))
+
+    def gate_changed(self, tape: Tape, slot: str, is_open: bool) -> None:
+        """A gate's answer is another one than the last time: an event of all pools, before the call that asked."""
+        try:
+            was_open = all(tape.gates.values())
+            tape.gates[slot] = is_open
+            now_open = all(tape.gates.values())
+            session = tape.session
+            if now_open != was_open and self._recorder.active and session is not None and session.has_room():
+                arguments = (int(now_open), NONE, None, None, None)
+                self._put(session, int(EventKind.MOVE_GATE), NONE, ThreadState(), arguments)
+        except Exception as problem:
+            self._recorder.fail(problem)
+
+    # -- what passes the allocators by
+
+    def _attach_transfer(self) -> None:
+        """`_transfer_swa_pages` takes the incoming pages' places away without a call on the allocator."""
+        try:
+            module = importlib.import_module(SWA_MODULE)
+        except ModuleNotFoundError:
+            return  # before 0.5.20
+        for owner in vars(module).values():
+            if isinstance(owner, type) and "_transfer_swa_pages" in vars(owner):
+                self._recorder.hooks.wrap(owner, "_transfer_swa_pages", self._transfer)
+
+    def _transfer(self, original: Any) -> Any:
+        recorder, calls = self._recorder, self._calls
+
+        def transfer(component: Any, allocator: Any, full_value: Any, incoming_full_value: Any) -> Any:
+            answer = original(component, allocator, full_value, incoming_full_value)
+            if recorder.active:
+                try:
+                    swa = allocator.swa_attn_allocator
+                    pool = swa.__dict__.get(MARK)
+                    here = calls.here
+                    if pool is not None and not here.depth:
+                        session = pool.session or pool.begin()
+                        if session.has_room():
+                            here.asked = None
+                            _, incoming = component._page_pairs(full_value, incoming_full_value)
+                            pages = (NONE, NONE, self._capture(incoming), None, None)
+                            self._put(session, int(EventKind.UNBIND), pool.number, here, pages)
+                except StagingFull:
+                    session.drop()
+                except Exception as problem:
+                    recorder.fail(problem)
+            return answer
+
+        return transfer
+
+    def _take_marks_off(self) -> None:
+        for tape in self._tapes.values():
+            for reference in tape.allocators:
+                allocator = reference()
+                if allocator is not None:
+                    allocator.__dict__.pop(MARK, None)
+                    for slot in GATES:
+                        gate = getattr(allocator, slot, None)
+                        if isinstance(gate, _Gate):
+                            setattr(allocator, slot, gate.gate)
+        self._tapes.clear()
+
+
+_SHOWN_WHEN_NESTED: Final = frozenset({EventKind.FLUSH, EventKind.MAKE_ROOM, EventKind.COMPACT_HOLES})
+_ASKS_GATES: Final = _SHOWN_WHEN_NESTED | {
+    EventKind.ALLOC,
+    EventKind.ALLOC_EXTEND,
+    EventKind.ALLOC_DECODE,
+    EventKind.ALLOC_WITH_VIRTUAL,
+    EventKind.ALLOC_PHYSICAL,
+}
+"""Calls that can move pages, themselves or through a neighbour they ask to make room."""
+
+
+class _Gate:
+    """A move gate that tells when its answer changes."""
+
+    def __init__(self, gate: Callable[[], bool], slot: str, tape: Tape, hooks: SglangHooks) -> None:
+        self.gate = gate
+        self._slot, self._tape, self._hooks = slot, tape, hooks
+
+    def __call__(self) -> bool:
+        is_open = self.gate()
+        if bool(is_open) != self._tape.gates.get(self._slot, True):
+            self._hooks.gate_changed(self._tape, self._slot, bool(is_open))
+        return is_open

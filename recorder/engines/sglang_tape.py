@@ -1,0 +1,158 @@
+"""What is kept about SGLang's sub-pools while they are recorded, and how the writer thread turns their calls into events."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+from recorder.engines.sglang_header import Engine, header_of, rank_of
+from recorder.session import Item, Session, Sink
+from recorder.staging import Captured
+from recorder.state_digest import mix64_on_device
+from recorder.trace import NONE, UNSET, EventKind, StateRow
+
+if TYPE_CHECKING:
+    from recorder.process import Recorder
+
+Arguments = tuple[int, int, Captured, Captured, Captured]
+"""value, value2, list0, list1, list2 of an event."""
+NO_ARGUMENTS: Final[Arguments] = (NONE, NONE, None, None, None)
+ALLOCATES: Final = 2
+COUNTS: Final = 1
+NO_RESULT: Final = 0
+
+
+class SubPool:
+    """What an allocator carries while it is recorded."""
+
+    __slots__ = ("number", "queue", "session", "tape")
+
+    def __init__(self, tape: Tape, number: int) -> None:
+        self.tape, self.number = tape, number
+        self.session: Session | None = None
+        self.queue: deque[Item] = deque()
+
+    def begin(self) -> Session:
+        """The session, opened at the first call on any sub-pool of the buffer."""
+        self.session = self.tape.session or self.tape.begin()
+        self.queue = self.session.queue
+        return self.session
+
+
+class Tape:
+    """The sub-pools of one buffer and the file their calls go to, opened at the first call, when all of them are known."""
+
+    def __init__(self, recorder: Recorder, buffer: Any, engine: Engine) -> None:
+        self.recorder = recorder
+        self.engine = engine
+        # Weakly: the engine may give up a buffer of many gigabytes while it is recorded.
+        self.buffer = weakref.ref(buffer)
+        self.allocators: list[Any] = []
+        self.session: Session | None = None
+        self.calls = 0
+        self.gates: dict[str, bool] = {}
+
+    def add(self, allocator: Any) -> None:
+        """Register a sub-pool as it is made."""
+        if self.session is not None:
+            raise RuntimeError(f"sub-pool {allocator.sub_pool_name!r} was made after recording had begun")
+        allocator._kvtape_pool = SubPool(self, len(self.allocators))
+        self.allocators.append(weakref.ref(allocator))
+
+    def begin(self) -> Session:
+        """The session, with the header that says what the sub-pools are."""
+        allocators = [allocator for reference in self.allocators if (allocator := reference()) is not None]
+        served = self.recorder.settings.provenance == "recorded"
+        header = header_of(allocators, self.engine, served=served)
+        self.session = self.recorder.open(self.engine.name, rank_of(header.rank), header)
+        return self.session
+
+    def count(self, session: Session, state_every: int) -> None:
+        """One call more; its state after every `state_every` calls."""
+        self.calls += 1
+        if self.calls % state_every == 0:
+            self.put_state(session)
+
+    def put_state(self, session: Session) -> None:
+        """Queue the state of every sub-pool: counts the allocators keep, digests of the tables computed on their device."""
+        capture = self.recorder.staging.capture
+        pools: list[tuple[str, dict[str, int], Captured, Captured]] = []
+        for reference in self.allocators:
+            allocator = reference()
+            if allocator is None:
+                continue
+            free = allocator.free_virtual_ids
+            pools.append(
+                (
+                    allocator.sub_pool_name,
+                    _figures(allocator),
+                    capture(mix64_on_device(allocator.virtual_to_physical[: allocator.num_virtual_ids])),
+                    None if free is None else capture(mix64_on_device(free)),
+                )
+            )
+        # The digests stand in the item itself too: the writer waits until those that come from a device have arrived.
+        digests = tuple(digest for pool in pools for digest in pool[2:])
+        session.queue.append((_write_state, session.clock_ns(), pools, *digests))
+
+
+def _figures(allocator: Any) -> dict[str, int]:
+    """Counts the allocator keeps on the host; asking for them changes nothing in it."""
+    figures = {
+        "allocated_count": int(allocator.allocated_count()),
+        "available_size": int(allocator._available_tokens()),
+        "holes": len(allocator._free_phys_pages),
+        "pending": len(allocator._pending_reuse_pages_cpu),
+    }
+    if hasattr(allocator, "low_wm_page"):
+        figures["low_watermark"], figures["high_watermark"] = allocator.low_wm_page, allocator.high_wm_page
+    else:
+        figures["watermark"] = int(allocator.watermark_physical)
+    return figures
+
+
+# -- the writer thread's side
+
+
+def write_call(sink: Sink, item: Item) -> None:
+    _, time_ns, kind, pool, depth, request, arguments, form, result, asked, *_ = item
+    value, value2, list0, list1, list2 = arguments
+    ids = sink.ids
+    if form == ALLOCATES:
+        result = ids(result)
+    elif form == NO_RESULT:
+        result = UNSET
+    sink.writer.append(
+        kind,
+        pool=pool,
+        time_us=time_ns // 1000,
+        value=value,
+        value2=value2,
+        list0=ids(list0),
+        list1=ids(list1),
+        list2=ids(list2),
+        result=result,
+        depth=depth,
+        request=sink.request(request),
+        queries=asked or (),
+        trusted=True,
+    )
+
+
+def write_mark(sink: Sink, item: Item) -> None:
+    _, time_ns, code, figure, request = item
+    sink.writer.append(
+        EventKind.MARK, time_us=time_ns // 1000, value=code, value2=figure, request=sink.request(request)
+    )
+
+
+def _write_state(sink: Sink, item: Item) -> None:
+    rows: dict[str, dict[str, int | bytes | None]] = {}
+    for name, figures, table, free in item[2]:
+        rows[name] = dict(figures)
+        for figure, digest in (("virtual_to_physical_mix64", table), ("free_virtual_ids_mix64", free)):
+            values = sink.ids(digest)
+            if values is not None:
+                rows[name][figure] = int(values[0])
+    if sink.writer.events:
+        sink.writer.state(StateRow(sink.writer.events - 1, rows))

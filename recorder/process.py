@@ -1,0 +1,182 @@
+"""Recording in this process: which engine is hooked, which files are open, and how it begins and ends.
+
+There is one `Recorder` a process. Nothing it does raises into the engine: a failure of ours takes the hooks away, is logged once, and the
+files say why they end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from .hooks import Hooks
+from .session import QUEUE_SHARE, Session
+from .settings import Settings
+from .staging import Staging
+
+if TYPE_CHECKING:
+    from .trace import Header
+
+log = logging.getLogger("kvtape")
+
+
+class ThreadState:
+    """Where a thread is: inside how many recorded calls, the answers events gave in the outermost one, and for which request."""
+
+    __slots__ = ("asked", "depth", "request")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.asked: list[tuple[int, bool]] | None = None
+        self.request: str | None = None
+
+
+class Calls(threading.local):
+    """The state of the thread that asks: `calls.here`. One look-up, then plain attributes."""
+
+    def __init__(self) -> None:
+        self.here = ThreadState()
+
+
+class Recorder:
+    """Hooks and open files of this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.hooks = Hooks()
+        self.calls = Calls()
+        self.staging = Staging(settings.memory // QUEUE_SHARE)
+        self.sessions: list[Session] = []
+        self.active = True
+        self.failure = ""
+        self._on_stop: list[Any] = []
+        self._lock = threading.Lock()
+
+    def open(self, engine: str, rank: str, header: Header) -> Session:
+        """Begin a file. The second one of a process (another buffer) has a number in its name."""
+        header.extra.setdefault("run", self.settings.run)
+        header.extra.setdefault("pid", os.getpid())
+        header.settings.setdefault("state_every", self.settings.state_every)
+        header.drop_policy = self.settings.on_overflow
+        header.model = self.settings.model or header.model
+        header.provenance.kind = self.settings.provenance
+        header.provenance.how = self.settings.how or header.provenance.how
+        header.provenance.source = self.settings.source or header.provenance.source
+        header.provenance.hardware = (
+            self.settings.hardware or header.provenance.hardware or hardware(header.device)
+        )
+        with self._lock:
+            number = len(self.sessions)
+            rank = f"{rank}-{number}" if number else rank
+            path = self.settings.path_for(engine, rank, os.getpid())
+            session = Session(path, header, self.settings, self.staging, self.fail)
+            self.sessions.append(session)
+        log.info("kvtape records to %s", path)
+        return session
+
+    def on_stop(self, action: Any) -> None:
+        """Call `action()` when recording ends: an engine module takes its marks off the engine's objects."""
+        self._on_stop.append(action)
+
+    def fail(self, problem: BaseException | str) -> None:
+        """End recording because of a fault of ours. Never raises; says it once."""
+        try:
+            with self._lock:
+                if self.failure:
+                    return
+                self.failure = _sentence(problem)
+            log.error("kvtape: recording has ended, the engine goes on: %s", self.failure)
+            self._end(f"recording ended early: {self.failure}", wait=False)
+        except Exception:
+            self.active = False
+
+    def stop(self, reason: str = "") -> None:
+        """End recording: no hook is left, every file is closed. Can be called twice."""
+        self._end(reason, wait=True)
+
+    def _end(self, reason: str, wait: bool) -> None:
+        self.active = False
+        self.hooks.restore()
+        for session in list(self.sessions):
+            session.close(reason, seconds=10.0 if wait else 0.0)
+        while self._on_stop:
+            self._on_stop.pop()()
+
+
+def hardware(device: str) -> str:
+    """The card's name for a CUDA device, else "a CPU"."""
+    if not device.startswith("cuda"):
+        return "a CPU" if device == "cpu" else device
+    import torch
+
+    return torch.cuda.get_device_name(torch.device(device))
+
+
+def _sentence(problem: BaseException | str) -> str:
+    if isinstance(problem, str):
+        return problem
+    where = ""
+    if problem.__traceback__ is not None:
+        last = problem.__traceback__
+        while last.tb_next is not None:
+            last = last.tb_next
+        where = f" ({os.path.basename(last.tb_frame.f_code.co_filename)}:{last.tb_lineno})"
+    return f"{type(problem).__name__}: {problem}{where}"
+
+
+_recorder: Recorder | None = None
+_exit_is_watched = False
+
+
+def current() -> Recorder | None:
+    """The recorder of this process, None when nothing is recorded."""
+    return _recorder
+
+
+def begin(settings: Settings) -> Recorder:
+    """The recorder of this process, made at the first call; one that has ended is replaced by a new one."""
+    global _recorder, _exit_is_watched
+    if _recorder is None or not _recorder.active:
+        _recorder = Recorder(settings)
+        if not _exit_is_watched:
+            _exit_is_watched = True
+            atexit.register(_at_exit)
+            _watch_multiprocessing()
+            os.register_at_fork(after_in_child=_in_forked_child)
+    return _recorder
+
+
+def end(reason: str = "") -> None:
+    """Stop recording in this process, if it does."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is not None:
+        recorder.stop(reason)
+
+
+def _at_exit() -> None:
+    try:
+        end()
+    except Exception as problem:  # an interpreter that is going away must not end with our traceback
+        log.debug("closing the recording failed: %s", problem)
+
+
+def _watch_multiprocessing() -> None:
+    """A child of `multiprocessing` that was forked leaves without `atexit`; its own exit functions are run."""
+    from multiprocessing import util
+
+    util.Finalize(None, _at_exit, exitpriority=100)
+
+
+def _in_forked_child() -> None:
+    """The writer thread did not come along and the file is the parent's: a forked child records nothing."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is not None:
+        recorder.active = False
+        recorder.hooks.restore()
+        for session in recorder.sessions:
+            session.active = False

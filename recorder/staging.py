@@ -1,0 +1,198 @@
+"""Ids from wherever they are to host memory that nobody else writes, without making the engine wait.
+
+Host tensors are copied on the spot. A tensor on a CUDA device is copied into a ring of pinned memory by a stream of ours that waits (on
+the device) for the engine's stream; the writer thread reads the copy once its event has fired. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from ctypes import string_at
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int64Array = npt.NDArray[np.int64]
+INT64: Final = torch.int64
+
+LIST_LIMIT: Final = 2
+"""Up to so many ids a list is the cheapest copy; above it the bytes are, which cost the same for 3 ids and for 64."""
+SMALL_IDS: Final = 64
+"""Up to so many ids a copy is not counted one by one against the queue's memory: ITEM_BYTES of a session has room for it."""
+
+
+class Staged(Protocol):
+    """Ids on their way to the host."""
+
+    def ready(self) -> bool: ...
+
+    def take(self) -> Int64Array: ...
+
+
+Captured: TypeAlias = "list[int] | bytes | Int64Array | Staged | None"
+"""Ids as they wait in the queue: `bytes` are int64 in this machine's order."""
+
+
+class StagingFull(Exception):
+    """Copies that have not been read yet hold all the memory there is for them: the event is dropped and counted."""
+
+
+class Staging:
+    """Captures tensors of ids of one process.
+
+    Args:
+        most_bytes: memory for large copies on the host, and as much pinned memory for ids of device tensors, taken when the first one
+            comes.
+        cuda: stands in for `torch.cuda` in tests of the device path.
+    """
+
+    def __init__(self, most_bytes: int, cuda: Any = None) -> None:
+        self._most_bytes = most_bytes
+        self._ring_ids = most_bytes // 8
+        self._rings: dict[Any, PinnedRing] = {}
+        self._cuda = cuda
+        self._taken = 0
+        self._given_back = 0
+
+    def capture(self, ids: Any) -> Captured:
+        """A copy of a tensor of integers (flattened), of a list, or None. Raises StagingFull."""
+        if ids is None:
+            return None
+        if type(ids) is list:
+            return ids.copy()
+        if not ids.is_cpu or self._cuda is not None:
+            return self._ring(ids.device).copy(ids)
+        count = ids.numel()
+        if count <= LIST_LIMIT and ids.dim() == 1:
+            small: list[int] = ids.tolist()
+            return small
+        if count <= SMALL_IDS and ids.dtype is INT64 and ids.is_contiguous():
+            return string_at(ids.data_ptr(), count * 8)
+        if self.held_bytes + count * 8 > self._most_bytes:
+            raise StagingFull
+        copied: Int64Array = ids.detach().reshape(-1).numpy().copy()
+        self._taken += copied.nbytes
+        return copied
+
+    def release(self, ids: Captured) -> Int64Array | None:
+        """What was captured, as int64[n], in the writer's thread. None stays None."""
+        if ids is None:
+            return None
+        if isinstance(ids, list):
+            return np.array(ids, dtype=np.int64)
+        if isinstance(ids, bytes):
+            return np.frombuffer(ids, dtype=np.int64)
+        if isinstance(ids, np.ndarray):
+            self._given_back += ids.nbytes
+            return ids if ids.dtype == np.int64 else ids.astype(np.int64)
+        return ids.take()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of large copies that have not been released. The two counters have one writer each: no lock."""
+        return self._taken - self._given_back
+
+    def _ring(self, device: Any) -> PinnedRing:
+        # One ring a thread: places are given back in the order they are taken, and two threads would queue theirs in another order.
+        key = (device, threading.get_ident())
+        ring = self._rings.get(key)
+        if ring is None:
+            ring = self._rings[key] = PinnedRing(self._ring_ids, device, self._cuda or torch.cuda)
+        return ring
+
+
+class PinnedRing:
+    """int64 ids copied from one device, in the order of the copies; places are given back in that order too."""
+
+    def __init__(self, capacity: int, device: Any, cuda: Any) -> None:
+        self._cuda, self._device = cuda, device
+        self._capacity = capacity
+        self.buffer = self._pinned(capacity)
+        self._array: Int64Array = self.buffer.numpy()
+        self._stream = cuda.Stream(device=device)
+        self._head = 0
+        self._free = capacity
+        # Lengths of the pieces in use, oldest first, appended by the engine's thread and taken off by the writer's: a deque's two
+        # ends need no lock. `taken` is what the writer has given back since the engine's thread last looked.
+        self._given_back: deque[int] = deque()
+
+    def _pinned(self, capacity: int) -> Any:
+        pinned = getattr(self._cuda, "pinned_ids", None)
+        if pinned is not None:
+            return pinned(capacity)
+        return torch.empty(capacity, dtype=INT64, pin_memory=True)
+
+    def copy(self, ids: Any) -> StagedIds:
+        """Start the copy of a device tensor. Returns at once; raises StagingFull."""
+        count = ids.numel()
+        start, taken = self._place(count)
+        current = self._cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with self._cuda.stream(self._stream):
+            self.buffer[start : start + count].copy_(ids.reshape(-1), non_blocking=True)
+            event = self._cuda.Event()
+            event.record(self._stream)
+        # The engine may free the tensor at once: its memory must not be handed out before the copy has read it.
+        ids.record_stream(self._stream)
+        return StagedIds(self, start, count, taken, event)
+
+    def _place(self, count: int) -> tuple[int, int]:
+        """(start, ids taken from the ring): a piece never wraps around; what is skipped at the end counts as taken."""
+        while self._given_back:
+            self._free += self._given_back.popleft()
+        wraps = self._head + count > self._capacity
+        skipped = self._capacity - self._head if wraps else 0
+        if count + skipped > self._free:
+            raise StagingFull
+        start = 0 if wraps else self._head
+        self._head = start + count
+        self._free -= count + skipped
+        return start, count + skipped
+
+    def read(self, start: int, count: int, taken: int) -> Int64Array:
+        """The ids of a piece whose copy has finished; its place is free afterwards."""
+        ids = self._array[start : start + count].copy()
+        self._given_back.append(taken)
+        return ids
+
+
+class StagedIds:
+    """One piece of the ring and the event that says when it holds the ids."""
+
+    __slots__ = ("_count", "_event", "_ring", "_start", "_taken")
+
+    def __init__(self, ring: PinnedRing, start: int, count: int, taken: int, event: Any) -> None:
+        self._ring, self._start, self._count, self._taken, self._event = ring, start, count, taken, event
+
+    def ready(self) -> bool:
+        """Whether the copy has finished; never waits."""
+        return bool(self._event.query())
+
+    def take(self) -> Int64Array:
+        """int64[count], once. Call it when `ready`."""
+        return self._ring.read(self._start, self._count, self._taken)
+
+
+def arrived(item: tuple[Any, ...]) -> bool:
+    """Whether every copy in a queued event, or in a tuple in it, can be read now."""
+    for field in item:
+        if type(field) is StagedIds:
+            if not field.ready():
+                return False
+        elif type(field) is tuple and not arrived(field):
+            return False
+    return True
+
+
+def wait_until(condition: Any, seconds: float, pause: float = 0.002) -> bool:
+    """Whether `condition()` became true within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
