@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from ctypes import string_at
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -19,8 +20,6 @@ import torch
 Int64Array = npt.NDArray[np.int64]
 INT64: Final = torch.int64
 
-LIST_LIMIT: Final = 2
-"""Up to so many ids a list is the cheapest copy; above it the bytes are, which cost the same for 3 ids and for 64."""
 SMALL_IDS: Final = 64
 """Up to so many ids a copy is not counted one by one against the queue's memory: ITEM_BYTES of a session has room for it."""
 
@@ -57,26 +56,39 @@ class Staging:
         self._cuda = cuda
         self._taken = 0
         self._given_back = 0
+        self.capture = self._make_capture()
 
-    def capture(self, ids: Any) -> Captured:
-        """A copy of a tensor of integers (flattened), of a list, or None. Raises StagingFull."""
-        if ids is None:
-            return None
-        if type(ids) is list:
-            return ids.copy()
-        if not ids.is_cpu or self._cuda is not None:
-            return self._ring(ids.device).copy(ids)
-        count = ids.numel()
-        if count <= LIST_LIMIT and ids.dim() == 1:
-            small: list[int] = ids.tolist()
-            return small
-        if count <= SMALL_IDS and ids.dtype is INT64 and ids.is_contiguous():
-            return string_at(ids.data_ptr(), count * 8)
-        if self.held_bytes + count * 8 > self._most_bytes:
+    def _make_capture(self) -> Callable[[Any], Captured]:
+        """`capture` as a closure: it runs several times in each call of an engine, and looking up attributes of `self` is a tenth of it."""
+        to_host = self._copy_large if self._cuda is None else self._copy_from_device
+
+        def capture(ids: Any) -> Captured:
+            """A copy of a tensor of integers (flattened), of a list, or None. Raises StagingFull."""
+            if ids is None:
+                return None
+            if type(ids) is list:
+                return ids.copy()
+            count = ids.numel()
+            if count <= SMALL_IDS and ids.is_cpu and ids.dtype is INT64 and ids.is_contiguous() and only_host:
+                return string_at(ids.data_ptr(), count * 8)
+            return to_host(ids)
+
+        only_host = self._cuda is None
+        return capture
+
+    def _copy_large(self, ids: Any) -> Captured:
+        """What is large, of another type or not in one piece, or on a device after all."""
+        if not ids.is_cpu:
+            return self._copy_from_device(ids)
+        size = ids.numel() * 8
+        if self.held_bytes + size > self._most_bytes:
             raise StagingFull
-        copied: Int64Array = ids.detach().reshape(-1).numpy().copy()
-        self._taken += copied.nbytes
+        copied: Int64Array = ids.detach().reshape(-1).numpy().astype(np.int64)
+        self._taken += size
         return copied
+
+    def _copy_from_device(self, ids: Any) -> Captured:
+        return self._ring(ids.device).copy(ids)
 
     def release(self, ids: Captured) -> Int64Array | None:
         """What was captured, as int64[n], in the writer's thread. None stays None."""
@@ -88,7 +100,7 @@ class Staging:
             return np.frombuffer(ids, dtype=np.int64)
         if isinstance(ids, np.ndarray):
             self._given_back += ids.nbytes
-            return ids if ids.dtype == np.int64 else ids.astype(np.int64)
+            return ids
         return ids.take()
 
     @property

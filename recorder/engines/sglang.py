@@ -172,7 +172,10 @@ class SglangHooks:
                         )
                     )
                     if state_every and not depth:
-                        pool.tape.count(session, state_every)
+                        tape = pool.tape
+                        tape.calls += 1
+                        if tape.calls % state_every == 0:
+                            tape.put_state(session)
                 except StagingFull:
                     session.drop()
                     pool.queue.append((write_nothing, 0, *arguments[2:]))

@@ -77,9 +77,8 @@ def rank_of(rank: dict[str, Any]) -> str:
 def _pool(allocator: Any) -> PoolHeader:
     kind, layout, note = _layout(allocator.spec)
     extra: dict[str, Any] = dict(note)
-    for name in ("shards_under_dcp", "need_sort"):
-        if getattr(allocator, name, False):
-            extra[name] = True
+    if getattr(allocator, "pool_page_size", allocator.page_size) != allocator.page_size:
+        extra["pool_page_size"] = int(allocator.pool_page_size)  # decode context parallelism
     return PoolHeader(
         name=str(allocator.sub_pool_name),
         kind=kind,

@@ -68,12 +68,6 @@ class Tape:
         self.session = self.recorder.open(self.engine.name, rank_of(header.rank), header)
         return self.session
 
-    def count(self, session: Session, state_every: int) -> None:
-        """One call more; its state after every `state_every` calls."""
-        self.calls += 1
-        if self.calls % state_every == 0:
-            self.put_state(session)
-
     def put_state(self, session: Session) -> None:
         """Queue the state of every sub-pool: counts the allocators keep, digests of the tables computed on their device."""
         capture = self.recorder.staging.capture

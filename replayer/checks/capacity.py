@@ -15,13 +15,16 @@ from replayer.hazards import Hazards
 from replayer.oracle import shown
 from replayer.pool_state import PoolState
 
-#: What the recomputation reads of a chain: per pool its band, holes, and whether a gate is shut.
-Capacities = tuple[tuple[tuple[int, int], int, bool], ...]
+#: What the recomputation reads of a chain: per pool its band, holes, whether a gate is shut, and its pages (a resize changes them).
+Capacities = tuple[tuple[tuple[int, int], int, bool, int], ...]
 
 
 def inputs_of(chain: Sequence[PoolState]) -> Capacities:
     """Equal inputs give equal capacities, so a recomputation is needed only when these change."""
-    return tuple((state.band(), state.holes(), state.allocator.moves_blocked()) for state in chain)
+    return tuple(
+        (state.band(), state.holes(), state.allocator.moves_blocked(), state.allocator.num_pages)
+        for state in chain
+    )
 
 
 def check_remembered(state: PoolState, expected: tuple[int, int]) -> None:

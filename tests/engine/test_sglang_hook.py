@@ -17,7 +17,6 @@ from recorder.engines import sglang_requests
 from recorder.engines.registry import require_known_version
 from recorder.process import Recorder
 from recorder.settings import Settings
-from recorder.staging import Staging
 from recorder.trace import TraceReader
 from replayer.replay import ReplayOptions, replay
 from replayer.targets_sglang import sglang_version
@@ -168,18 +167,19 @@ def test_answers_are_those_without_a_recorder_whatever_happens_to_it(
 ) -> None:
     plain = drive(*sub_pools(module, 4), 7, 400)
 
-    class Faulty(Staging):
-        left = at
+    left = at
 
-        def capture(self, ids: Any) -> Any:
-            self.left -= 1
-            if self.left == 0:
-                raise RuntimeError("a fault of the recorder")
-            return super().capture(ids)
+    def failing(ids: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("a fault of the recorder")
+        return capture(ids)
 
     chosen: Settings = settings(tmp_path)
     recorder = Recorder(chosen)
-    recorder.staging = Faulty(chosen.memory // 4)
+    capture = recorder.staging.capture
+    recorder.staging.capture = failing
     engine.attach(recorder)
     try:
         assert drive(*sub_pools(module, 4), 7, 400) == plain
