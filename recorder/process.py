@@ -48,7 +48,7 @@ class Recorder:
         self.settings = settings
         self.hooks = Hooks()
         self.calls = Calls()
-        self.staging = Staging(settings.memory // QUEUE_SHARE)
+        self.staging = Staging(settings.memory // QUEUE_SHARE, self._may_wait)
         self.sessions: list[Session] = []
         self.active = True
         self.failure = ""
@@ -76,6 +76,10 @@ class Recorder:
             self.sessions.append(session)
         log.info("kvtape records to %s", path)
         return session
+
+    def _may_wait(self) -> bool:
+        """Whether the engine's thread waits for memory: it has been told to, and there is a writer who will give some back."""
+        return self.settings.on_overflow == "block" and any(session.is_writing for session in self.sessions)
 
     def on_stop(self, action: Any) -> None:
         """Call `action()` when recording ends: an engine module takes its marks off the engine's objects."""

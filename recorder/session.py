@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .settings import Settings
-from .staging import Staging, arrived, wait_until
+from .staging import Staging, arrived, lost, wait_until
 from .trace import EmptyTrace, Header, TraceWriter
 from .trace.limits import CLOSE_CHUNK_IDS
 
@@ -78,10 +78,22 @@ class Sink:
         return hashlib.blake2b(self._settings.salt + name.encode(errors="replace"), digest_size=8).hexdigest()
 
 
-def write_nothing(sink: Sink, item: Item) -> None:
-    """Of an event that was dropped half captured: only what its copies hold is given back."""
-    for ids in item[2:]:
-        sink.ids(ids)
+def take_place(sink: Sink, item: Item) -> None:
+    """Fills the queue beside an event that is as large as several."""
+
+
+def write_loss(sink: Sink, item: Item) -> None:
+    """Instead of an event some of whose ids were lost: what the others hold is given back, and it is counted as dropped."""
+    _release(sink, item)
+    sink.writer.dropped(1)
+
+
+def _release(sink: Sink, item: Item) -> None:
+    for field in item:
+        if type(field) is tuple:
+            _release(sink, field)
+        elif hasattr(field, "take") or hasattr(field, "nbytes"):
+            sink.ids(field)
 
 
 def write_drops(sink: Sink, item: Item) -> None:
@@ -135,7 +147,7 @@ class Session:
         """
         if self._block:
             while len(self.queue) >= self.most_items:
-                if not self.active or not self._thread.is_alive():
+                if not self.is_writing:
                     return False
                 time.sleep(0.0005)
         elif len(self.queue) >= self.most_items:
@@ -154,13 +166,18 @@ class Session:
         self.queue.append(item)
         # The queue's bound is a number of events: one that is as large as many takes as many places.
         for _ in range(ids_bytes // ITEM_BYTES):
-            self.queue.append((write_nothing, 0))
+            self.queue.append((take_place, 0))
 
     def drop(self) -> None:
         """Count an event that is not recorded; the file says where it is missing."""
         with self._drop_lock:
             self.dropped += 1
             self.drops_waiting += 1
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the writer thread is there and recording goes on."""
+        return self.active and self._thread.is_alive()
 
     def _put_drops(self) -> None:
         with self._drop_lock:
@@ -241,7 +258,11 @@ class Session:
             if not arrived(item):
                 break
             queue.popleft()
-            item[0](sink, item)
+            if lost(item):
+                write_loss(sink, item)
+                self.dropped += 1
+            else:
+                item[0](sink, item)
             done += 1
             if done % BREATH_EVENTS == 0:
                 # Lets the engine's thread have the interpreter now instead of after a switch interval of 5 ms.
@@ -254,6 +275,6 @@ class Session:
         """Write the rest; device copies still under way are given some seconds."""
         while self.queue:
             if not self._drain(sink) and not wait_until(lambda: arrived(self.queue[0]), CLOSE_SECONDS / 2):
-                lost = len(self.queue)
-                self.reason = self.reason or f"{lost} events were still on the device when recording ended"
+                left = len(self.queue)
+                self.reason = self.reason or f"{left} events were still on the device when recording ended"
                 self.queue.clear()

@@ -32,12 +32,16 @@ class Staged(Protocol):
     def take(self) -> Int64Array: ...
 
 
-Captured: TypeAlias = "list[int] | bytes | Int64Array | Staged | None"
+Captured: TypeAlias = "list[int] | bytes | Int64Array | Staged | _Lost | None"
 """Ids as they wait in the queue: `bytes` are int64 in this machine's order."""
 
 
-class StagingFull(Exception):
-    """Copies that have not been read yet hold all the memory there is for them: the event is dropped and counted."""
+class _Lost:
+    """Stands for ids that could not be copied, because copies that have not been written yet hold all the memory there is for them. The
+    engine's thread goes on; the writer drops the event in its place, and counts it."""
+
+
+LOST: Final = _Lost()
 
 
 class Staging:
@@ -46,10 +50,14 @@ class Staging:
     Args:
         most_bytes: memory for large copies on the host, and as much pinned memory for ids of device tensors, taken when the first one
             comes.
+        may_wait: asked when that memory is full, whether to try again in half a millisecond; by default the ids are lost at once.
         cuda: stands in for `torch.cuda` in tests of the device path.
     """
 
-    def __init__(self, most_bytes: int, cuda: Any = None) -> None:
+    def __init__(
+        self, most_bytes: int, may_wait: Callable[[], bool] = lambda: False, cuda: Any = None
+    ) -> None:
+        self._may_wait = may_wait
         self._most_bytes = most_bytes
         self._ring_ids = most_bytes // 8
         self._rings: dict[Any, PinnedRing] = {}
@@ -63,7 +71,7 @@ class Staging:
         to_host = self._copy_large if self._cuda is None else self._copy_from_device
 
         def capture(ids: Any) -> Captured:
-            """A copy of a tensor of integers (flattened), of a list, or None. Raises StagingFull."""
+            """A copy of a tensor of integers (flattened), of a list, or None. Never raises for want of memory: LOST."""
             if ids is None:
                 return None
             if type(ids) is list:
@@ -81,14 +89,25 @@ class Staging:
         if not ids.is_cpu:
             return self._copy_from_device(ids)
         size = ids.numel() * 8
-        if self.held_bytes + size > self._most_bytes:
-            raise StagingFull
+        while self.held_bytes + size > self._most_bytes:
+            if size > self._most_bytes or not self._wait():
+                return LOST
         copied: Int64Array = ids.detach().reshape(-1).numpy().astype(np.int64)
         self._taken += size
         return copied
 
     def _copy_from_device(self, ids: Any) -> Captured:
-        return self._ring(ids.device).copy(ids)
+        ring = self._ring(ids.device)
+        while (piece := ring.copy(ids)) is None:
+            if ids.numel() > ring.capacity // 2 or not self._wait():
+                return LOST
+        return piece
+
+    def _wait(self) -> bool:
+        if not self._may_wait():
+            return False
+        time.sleep(0.0005)
+        return True
 
     def release(self, ids: Captured) -> Int64Array | None:
         """What was captured, as int64[n], in the writer's thread. None stays None."""
@@ -101,7 +120,7 @@ class Staging:
         if isinstance(ids, np.ndarray):
             self._given_back += ids.nbytes
             return ids
-        return ids.take()
+        return None if isinstance(ids, _Lost) else ids.take()
 
     @property
     def held_bytes(self) -> int:
@@ -122,7 +141,7 @@ class PinnedRing:
 
     def __init__(self, capacity: int, device: Any, cuda: Any) -> None:
         self._cuda, self._device = cuda, device
-        self._capacity = capacity
+        self.capacity = capacity
         self.buffer = self._pinned(capacity)
         self._array: Int64Array = self.buffer.numpy()
         self._stream = cuda.Stream(device=device)
@@ -138,10 +157,13 @@ class PinnedRing:
             return pinned(capacity)
         return torch.empty(capacity, dtype=INT64, pin_memory=True)
 
-    def copy(self, ids: Any) -> StagedIds:
-        """Start the copy of a device tensor. Returns at once; raises StagingFull."""
+    def copy(self, ids: Any) -> StagedIds | None:
+        """Start the copy of a device tensor, and return at once; None where there is no room for it now."""
         count = ids.numel()
-        start, taken = self._place(count)
+        place = self._place(count)
+        if place is None:
+            return None
+        start, taken = place
         current = self._cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with self._cuda.stream(self._stream):
@@ -152,14 +174,15 @@ class PinnedRing:
         ids.record_stream(self._stream)
         return StagedIds(self, start, count, taken, event)
 
-    def _place(self, count: int) -> tuple[int, int]:
-        """(start, ids taken from the ring): a piece never wraps around; what is skipped at the end counts as taken."""
+    def _place(self, count: int) -> tuple[int, int] | None:
+        """(start, ids taken from the ring), None when it is too full. A piece never wraps around: what is skipped at the end counts as
+        taken."""
         while self._given_back:
             self._free += self._given_back.popleft()
-        wraps = self._head + count > self._capacity
-        skipped = self._capacity - self._head if wraps else 0
+        wraps = self._head + count > self.capacity
+        skipped = self.capacity - self._head if wraps else 0
         if count + skipped > self._free:
-            raise StagingFull
+            return None
         start = 0 if wraps else self._head
         self._head = start + count
         self._free -= count + skipped
@@ -192,12 +215,18 @@ class StagedIds:
 def arrived(item: tuple[Any, ...]) -> bool:
     """Whether every copy in a queued event, or in a tuple in it, can be read now."""
     for field in item:
-        if type(field) is StagedIds:
+        kind = type(field)
+        if kind is StagedIds:
             if not field.ready():
                 return False
-        elif type(field) is tuple and not arrived(field):
+        elif kind is tuple and not arrived(field):
             return False
     return True
+
+
+def lost(item: tuple[Any, ...]) -> bool:
+    """Whether ids of a queued event were lost."""
+    return any(field is LOST or (type(field) is tuple and lost(field)) for field in item)
 
 
 def wait_until(condition: Any, seconds: float, pause: float = 0.002) -> bool:

@@ -136,7 +136,8 @@ class Timing:
 
 
 def load_calls(path: Path | str, limit: int | None = None) -> CallList:
-    """The calls of a trace, all tensors built (int64, CPU); only its first ``limit`` calls if that is given.
+    """The calls of a trace, all tensors built (int64, CPU); only its first ``limit`` calls if that is given, and only those before the
+    first place where events are missing.
 
     Raises:
         TraceError: as the reader does.
@@ -151,7 +152,7 @@ def load_calls(path: Path | str, limit: int | None = None) -> CallList:
         builder = _Builder(reader.header)
         for chunk in reader.chunks():
             builder.add(chunk, limit)
-            if limit is not None and len(builder.calls) >= limit:
+            if len(chunk.drops) or (limit is not None and len(builder.calls) >= limit):
                 break
     if not builder.calls:
         raise UsageError(f"{path}: no allocator call to time")
@@ -174,7 +175,8 @@ class _Builder:
     def add(self, chunk: Chunk, limit: int | None) -> None:
         queries, answers = chunk.queries
         lists = (chunk.list0, chunk.list1, chunk.list2)
-        for index in np.flatnonzero(chunk.depth == 0).tolist():
+        end = int(chunk.drops[:, 0].min()) if len(chunk.drops) else len(chunk)
+        for index in np.flatnonzero(chunk.depth[:end] == 0).tolist():
             if limit is not None and len(self.calls) >= limit:
                 return
             event = _Event(

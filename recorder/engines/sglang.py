@@ -20,8 +20,7 @@ from recorder.engines.sglang_header import SAME_PLACEMENT, Engine
 from recorder.engines.sglang_requests import RequestHooks, definer
 from recorder.engines.sglang_tape import ALLOCATES, NO_RESULT, Arguments, Tape, write_call
 from recorder.process import ThreadState
-from recorder.session import Session, write_nothing
-from recorder.staging import StagingFull
+from recorder.session import Session
 from recorder.trace import NONE, EventKind
 
 if TYPE_CHECKING:
@@ -141,8 +140,6 @@ class SglangHooks:
                         self._listen_to_gates(pool.tape, allocator)
                 if (len(pool.queue) < session.most_items and not session.drops_waiting) or session.has_room():
                     arguments = read(args, kwargs)
-            except StagingFull:
-                session.drop()
             except Exception as problem:
                 recorder.fail(problem)
             here.depth = depth + 1
@@ -176,9 +173,6 @@ class SglangHooks:
                         tape.calls += 1
                         if tape.calls % state_every == 0:
                             tape.put_state(session)
-                except StagingFull:
-                    session.drop()
-                    pool.queue.append((write_nothing, 0, *arguments[2:]))
                 except Exception as problem:
                     recorder.fail(problem)
             return result
@@ -287,8 +281,6 @@ class SglangHooks:
                             _, incoming = component._page_pairs(full_value, incoming_full_value)
                             pages = (NONE, NONE, self._capture(incoming), None, None)
                             self._put(session, int(EventKind.UNBIND), pool.number, here, pages)
-                except StagingFull:
-                    session.drop()
                 except Exception as problem:
                     recorder.fail(problem)
             return answer

@@ -95,7 +95,7 @@ def test_a_run_is_recorded_and_replays(tmp_path: Path, plain: dict[str, list[int
     assert all(len(name) == 16 for name in names)
 
 
-@pytest.mark.parametrize("fault", ["unwritable", "dying writer", "raising hook"])
+@pytest.mark.parametrize("fault", ["unwritable", "full disk", "dying writer", "raising hook"])
 def test_the_engine_answers_the_same_whatever_happens_to_the_recorder(
     fault: str, tmp_path: Path, plain: dict[str, list[int]]
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from recorder.session import ITEM_BYTES, Item, Session, Sink, set_clock
 from recorder.settings import Settings
-from recorder.staging import Staging
+from recorder.staging import LOST, Staging
 from recorder.trace import EventKind, Header, PoolHeader, Provenance, TraceReader
 from tests.recorder.recordings import settings
 
@@ -39,7 +39,7 @@ class Writer:
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.settings: Settings = settings(folder, **changes)
-        self.staging = Staging(self.settings.memory // 4)
+        self.staging = Staging(self.settings.memory // 4, lambda: self.settings.on_overflow == "block")
         self.failures: list[str] = []
         self.path = folder / "run.msgpack.zst"
         self.held = False
@@ -108,6 +108,23 @@ def test_a_full_queue_drops_counts_and_says_where(tmp_path: Path) -> None:
     assert writer.session.dropped == lost == 10
 
 
+def test_ids_that_were_lost_drop_their_event_in_its_place(tmp_path: Path) -> None:
+    import torch
+
+    writer = Writer(tmp_path)
+    writer.free(1)
+    large = writer.staging.capture(torch.arange(1000))
+    writer.session.put((write_four, writer.session.clock(), (large, LOST)))
+    writer.free(2)
+    writer.session.close()
+    assert firsts(writer.path) == [1, 2]
+    with TraceReader(writer.path) as reader:
+        (chunk,) = list(reader.chunks())
+    assert chunk.drops.tolist() == [[1, 1]]
+    assert writer.session.dropped == 1
+    assert writer.staging.held_bytes == 0
+
+
 def test_drops_at_the_end_are_counted_too(tmp_path: Path) -> None:
     writer = Writer(tmp_path, memory=4 << 20)
     writer.held = True
@@ -154,11 +171,8 @@ def test_memory_stays_below_the_setting(tmp_path: Path) -> None:
     try:
         dropped = 0
         for number in range(20_000):
-            try:
-                captured = tuple(writer.staging.capture(tensors[number % 50 == 0]) for _ in range(4))
-            except Exception:
-                dropped += 1
-                continue
+            captured = tuple(writer.staging.capture(tensors[number % 50 == 0]) for _ in range(4))
+            dropped += any(ids is LOST for ids in captured)
             if writer.session.has_room():
                 writer.session.put((write_four, writer.session.clock(), captured))
         peak = tracemalloc.get_traced_memory()[1]
@@ -169,6 +183,31 @@ def test_memory_stays_below_the_setting(tmp_path: Path) -> None:
     writer.session.close()
     assert dropped > 0
     assert writer.session.dropped > 0
+    assert peak < memory
+
+
+def test_memory_of_the_writer_stays_below_the_setting(tmp_path: Path) -> None:
+    """Large events as fast as they go, with everything the writer thread needs to encode them."""
+    import torch
+
+    memory = 64 << 20
+    writer = Writer(tmp_path, memory=memory, on_overflow="block")
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randint(0, 1 << 40, (size,), generator=generator) for size in (50_000, 64, 3000)]
+    tracemalloc.start()
+    try:
+        written = 0
+        while written < 600:
+            captured = tuple(writer.staging.capture(tensors[written % 3]) for _ in range(4))
+            assert not any(ids is LOST for ids in captured)
+            if writer.session.has_room():
+                writer.session.put((write_four, writer.session.clock(), captured))
+                written += 1
+        writer.session.close(seconds=SECONDS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(firsts(writer.path)) == 4 * 600
     assert peak < memory
 
 

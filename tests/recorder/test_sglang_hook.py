@@ -163,7 +163,7 @@ def test_no_synchronisation_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     cuda = FakeCuda(on_pinned=declare_pinned)
     recorded = record_replay(
-        source, tmp_path, until=3000, ledger=True, staging=Staging(1 << 24, cuda), state_every=100
+        source, tmp_path, until=3000, ledger=True, staging=Staging(1 << 24, cuda=cuda), state_every=100
     )
     assert recorded.recorder.failure == ""
     assert recorded.recorder.sessions[0].dropped == 0
