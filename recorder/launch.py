@@ -26,7 +26,7 @@ FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR
 def environment_for(target: str, options: dict[str, str]) -> dict[str, str]:
     """The environment of a recorded command: ours, the settings, and the folder whose `sitecustomize` hooks engines without plugins."""
     environment = {**os.environ, **options}
-    environment[names.RECORD] = os.path.abspath(target) + (os.sep if target.endswith(os.sep) else "")
+    environment[names.RECORD] = names.absolute(target)
     environment.setdefault(names.RUN, secrets.token_hex(8))
     environment.setdefault(names.SALT, secrets.token_hex(16))
     path = environment.get("PYTHONPATH")

@@ -84,7 +84,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     if policy not in OVERFLOW_POLICIES:
         raise BadSetting(f"{ON_OVERFLOW} is {policy!r}; it may be {' or '.join(OVERFLOW_POLICIES)}")
     return Settings(
-        target=environment[RECORD],
+        target=absolute(environment[RECORD]),
         run=environment.get(RUN) or secrets.token_hex(8),
         salt=_salt(environment.get(SALT)),
         keep_request_ids=environment.get(KEEP_REQUEST_IDS, "") not in ("", "0"),
@@ -99,6 +99,11 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         hardware=environment.get(HARDWARE, ""),
         model=environment.get(MODEL, ""),
     )
+
+
+def absolute(target: str) -> str:
+    """`target` from the root, so that a process that changes its folder writes where it was told to; a folder's last `/` is kept."""
+    return os.path.abspath(target) + (os.sep if target.endswith(os.sep) else "")
 
 
 def parse_bytes(text: str, name: str) -> int:

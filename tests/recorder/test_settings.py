@@ -58,6 +58,14 @@ def test_what_cannot_be_is_named(name: str, value: str, message: str) -> None:
     assert name in str(caught.value)
 
 
+def test_a_relative_path_stays_where_the_process_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_settings({"KVTAPE_RECORD": "run"}).target == str(tmp_path / "run")
+    assert read_settings({"KVTAPE_RECORD": "new/"}).target == str(tmp_path / "new") + "/"
+
+
 def test_one_file_a_process(tmp_path: Path) -> None:
     named = Settings(target=str(tmp_path / "run.msgpack.zst"), run="r", salt=b"")
     assert named.path_for("sglang", "tp1-pp0", 77) == tmp_path / "run.tp1-pp0.77.msgpack.zst"
