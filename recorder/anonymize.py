@@ -33,6 +33,7 @@ SETTINGS: Final = frozenset(
         # SGLang
         "placement",
         "move_cap",
+        "state_every",
         "page_size",
         "mem_fraction_static",
         "max_total_tokens",

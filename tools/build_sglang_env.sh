@@ -1,51 +1,37 @@
 #!/usr/bin/env bash
-# Builds the side environment in which kvtape is measured against SGLang's own allocator classes, on a CPU:
+# Builds an environment with SGLang and its unified memory pool, serving on a CPU, in which kvtape records and is measured:
 #
 #     tools/build_sglang_env.sh DIR
 #     DIR/bin/kvtape bench traces/*.msgpack.zst
+#     DIR/bin/python -m tests.engines.run_sglang --out run.json
 #
-# Pinned versions, no engine. An environment that is complete is left as it is; one that is not is built anew.
-# PYTHON names the interpreter (python3). A CPU build of torch is enough: which build pip finds depends on the indexes it is set up with.
+# Pinned versions. An environment that is complete is left as it is; one that is not is built anew. kvtape is installed editable.
+# PYTHON names the interpreter (python3), SGLANG_VERSION another version (0.5.18 is the other one that is known to work).
+# A CPU build of torch is enough: which build pip finds depends on the indexes it is set up with.
 set -euo pipefail
 
-SGLANG_VERSION=0.5.23
-PLACEHOLDERS=(sgl_kernel torchvision)
+SGLANG_VERSION=${SGLANG_VERSION:-0.5.23}
+PLACEHOLDERS=(sgl_kernel soundfile torchvision)
 
 if [ $# -ne 1 ]; then
     echo "usage: $0 DIR" >&2
     exit 2
 fi
-env_dir=$1
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-repository=$(dirname "$here")
-python=$env_dir/bin/python
-stamp=$env_dir/kvtape-sglang-env.sha256
-started=$SECONDS
-
-say() { echo "sglang-env: $*"; }
-
-# The environment is what these files and this repository's place say; another place needs another path file.
-wanted=$(cd "$here" && { sha256sum build_sglang_env.sh sglang_env/*.*; echo "$repository"; } | sha256sum | cut -d' ' -f1)
-
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$python" ]; then
-    say "$env_dir is complete"
-    exit 0
-fi
-if [ -e "$env_dir" ] && [ ! -f "$env_dir/pyvenv.cfg" ]; then
-    echo "$0: $env_dir exists and is no Python environment; name another folder" >&2
-    exit 2
-fi
-
-say "a new environment in $env_dir"
-"${PYTHON:-python3}" -m venv --clear "$env_dir"
+source "$here/engine_env.sh"
+cd "$here/.."
+mapfile -t plugin < <(find tests/engines/sglang_cpu -name '*.py' -o -name '*.toml' | grep -v egg-info | sort)
+CHOICE=$SGLANG_VERSION env_begin sglang-env "$1" tools/build_sglang_env.sh tools/sglang_env/*.* "${plugin[@]}"
 
 say "pinned requirements (torch, triton and what SGLang imports)"
-"$python" -m pip install -qq --disable-pip-version-check --no-compile --requirement "$here/sglang_env/requirements.txt"
+env_install "$here/sglang_env/requirements.txt"
+if [ -f "$here/sglang_env/requirements-$SGLANG_VERSION.txt" ]; then
+    env_install "$here/sglang_env/requirements-$SGLANG_VERSION.txt"
+fi
 
 say "sglang $SGLANG_VERSION, without its dependencies"
-"$python" -m pip install -qq --disable-pip-version-check --no-compile --no-deps "sglang==$SGLANG_VERSION"
+pip_install "sglang==$SGLANG_VERSION"
 
-packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 cp "$here/sglang_env/placeholder.py" "$packages/kvtape_placeholder.py"
 for name in "${PLACEHOLDERS[@]}"; do
     mkdir -p "$packages/$name"
@@ -53,19 +39,26 @@ for name in "${PLACEHOLDERS[@]}"; do
 done
 say "placeholders for ${PLACEHOLDERS[*]}"
 
-# A path file instead of an installation: the environment always measures the repository as it is now.
-echo "$repository" >"$packages/kvtape.pth"
-printf '#!%s\nimport sys\n\nfrom replayer.main import main\n\nsys.exit(main())\n' "$(cd "$env_dir" && pwd)/bin/python" >"$env_dir/bin/kvtape"
-chmod +x "$env_dir/bin/kvtape"
+# From a copy: building it in place would leave a build folder there.
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+cp -r "$repository/tests/engines/sglang_cpu/." "$copy"
+pip_install --no-build-isolation "$copy"
+say "the plugin that stands in for a GPU"
 
-"$python" -W ignore - <<'PYTHON'
+SGLANG_USE_CPU_ENGINE=1 "$python" -W ignore - <<'PYTHON'
 import importlib.metadata
 
 import torch
-from sglang.srt.mem_cache.allocator.unified_sub_pool import FloatMultiEndedAllocator, MultiEndedAllocator
 
-print(f"sglang-env: {MultiEndedAllocator.__name__} and {FloatMultiEndedAllocator.__name__} of sglang "
-      f"{importlib.metadata.version('sglang')} import beside torch {torch.__version__}")
+try:
+    from sglang.srt.mem_cache.allocator.unified_sub_pool import MultiEndedAllocator
+except ModuleNotFoundError:
+    from sglang.srt.mem_cache.multi_ended_allocator import MultiEndedAllocator
+
+# What a server imports on top of what an engine does.
+import sglang.srt.entrypoints.http_server
+
+print(f"sglang-env: {MultiEndedAllocator.__name__} of sglang {importlib.metadata.version('sglang')} imports beside torch {torch.__version__}")
 PYTHON
-echo "$wanted" >"$stamp"
-say "built in $((SECONDS - started)) s, $(du -sh "$env_dir" | cut -f1)"
+env_finish

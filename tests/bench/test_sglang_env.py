@@ -1,4 +1,4 @@
-"""What the SGLang environment is made of, as far as it can be tried without SGLang."""
+"""What the engine environments are made of, as far as it can be tried without an engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.scenario import TWO_ENDS, header_for
 pytestmark = pytest.mark.cpu
 
 TOOLS = Path(__file__).parents[2] / "tools"
+BUILDERS = ("build_sglang_env.sh", "build_vllm_env.sh")
+REQUIREMENTS = sorted(path.relative_to(TOOLS).as_posix() for path in TOOLS.glob("*_env/requirements*.txt"))
 
 
 @pytest.fixture
@@ -57,8 +59,9 @@ def test_other_packages_are_not_made_up(placeholders: Path) -> None:
     assert "No module named 'absent_kernels_too'" in done.stderr
 
 
-def test_everything_in_the_environment_is_pinned() -> None:
-    lines = (TOOLS / "sglang_env" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("requirements", REQUIREMENTS)
+def test_everything_in_an_environment_is_pinned(requirements: str) -> None:
+    lines = (TOOLS / requirements).read_text(encoding="utf-8").splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
     assert wanted
     assert [line for line in wanted if line.count("==") != 1] == []
@@ -66,10 +69,11 @@ def test_everything_in_the_environment_is_pinned() -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize("arguments", [(), ("one", "two")])
-def test_the_builder_wants_one_folder(arguments: tuple[str, ...]) -> None:
+def test_a_builder_wants_one_folder(builder: str, arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
-        ["bash", str(TOOLS / "build_sglang_env.sh"), *arguments],
+        ["bash", str(TOOLS / builder), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -79,10 +83,11 @@ def test_the_builder_wants_one_folder(arguments: tuple[str, ...]) -> None:
     assert "usage:" in done.stderr
 
 
-def test_the_builder_leaves_other_folders_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_builder_leaves_other_folders_alone(builder: str, tmp_path: Path) -> None:
     (tmp_path / "something").write_text("of somebody's", encoding="utf-8")
     done = subprocess.run(
-        ["bash", str(TOOLS / "build_sglang_env.sh"), str(tmp_path)],
+        ["bash", str(TOOLS / builder), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -84,7 +84,7 @@ def events_of(path: Path, until: int | None = None) -> list[tuple[Any, ...]]:
                     for slot in range(4)
                 ]
                 low, high = int(asked.offsets[index]), int(asked.offsets[index + 1])
-                pairs = zip(asked.values[low:high].tolist(), answers[low:high].tolist(), strict=True)
+                pairs = list(zip(asked.values[low:high].tolist(), answers[low:high].tolist(), strict=True))
                 events.append(
                     (
                         EventKind(int(chunk.kind[index])).name,
@@ -94,8 +94,8 @@ def events_of(path: Path, until: int | None = None) -> list[tuple[Any, ...]]:
                         *lists,
                         int(chunk.result_kind[index]),
                         int(chunk.result_value[index]),
-                        # An engine may ask an event twice in one call, kvtape's allocator once: the set of answers is what counts.
-                        sorted(set(pairs)),
+                        # An engine may ask an event several times in one call, kvtape's allocator asks once: the first answer counts.
+                        sorted(dict(reversed(pairs)).items()),
                     )
                 )
     return events

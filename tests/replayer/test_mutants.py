@@ -196,13 +196,13 @@ def test_each_fault_is_named_at_its_event(
 
 def test_another_placement_is_told_from_a_fault(tmp_path: Path) -> None:
     """C15 sees that places differ; with mapped ids the same allocator is judged on its own and holds."""
-    path = Path(__file__).parents[2] / "traces" / "sglang_tiny_swa_p16.msgpack.zst"
+    path = Path(__file__).parents[2] / "traces" / "kimi_gb200.msgpack.zst"
     recorded = replay(
         ReplayOptions(
             path,
             TargetOptions(allocator="tests.replayer.mutants:TakesHighestHole"),
             CheckOptions(),
-            until=1100,
+            until=8000,
         )
     )
     assert recorded.failure is not None and recorded.failure.check == "C15"
@@ -211,7 +211,7 @@ def test_another_placement_is_told_from_a_fault(tmp_path: Path) -> None:
             path,
             TargetOptions(allocator="tests.replayer.mutants:TakesHighestHole"),
             CheckOptions(),
-            until=1100,
+            until=8000,
             ids="mapped",
             drain=False,
         )
