@@ -51,6 +51,8 @@ def environment(lag: int) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0",
         "HF_HUB_OFFLINE": "1",
+        # Threads that meet at a barrier after each small operation take a hundred times as long on a machine that is busy.
+        "OMP_NUM_THREADS": "1",
     }
     if version("sglang") == "0.5.18":
         # Its check of an idle pool counts pages in pending reuse as leaked.

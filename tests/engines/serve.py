@@ -304,11 +304,17 @@ def main() -> None:
     )
     parser.add_argument("--log", type=Path, default=Path("server.log"))
     engines = {"sglang": run_sglang.pool_options, "vllm": run_vllm.pool_options}
+    # Without a handler nothing would stop the server when somebody ends this.
+    signal.signal(signal.SIGTERM, _exit)
     known, _ = parser.parse_known_args()
     engines[known.engine](parser)
     arguments, prefix = _split(sys.argv[1:])
     parsed = parser.parse_args(arguments)
     run(parsed.engine, parsed, prefix=prefix).write(parsed.out)
+
+
+def _exit(number: int, frame: Any) -> None:
+    sys.exit(128 + number)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
