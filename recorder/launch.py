@@ -7,20 +7,23 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from . import settings as names
-from .errors import CommandNotStarted
-from .trace import EmptyTrace, TraceError, finish_partial
+from .errors import CommandNotExecutable, CommandNotStarted
+from .trace import EmptyTrace, TraceError, TraceReader, finish_partial
 
 AUTOSTART: Final = Path(__file__).with_name("autostart")
 PARTIAL: Final = ".partial"
-LEFT_OPEN: Final = "the recorded process ended without closing the file; what it had not written yet, the last moments, is missing"
-FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LEFT_OPEN: Final = (
+    "the recorded process ended without closing the file, because it was killed or could not write any more; what came after the last "
+    "chunk is missing"
+)
+FROM_TERMINAL: Final = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+FORWARDED: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def environment_for(target: str, options: dict[str, str]) -> dict[str, str]:
@@ -42,18 +45,35 @@ def run(command: Sequence[str], environment: dict[str, str]) -> int:
     Raises:
         CommandNotStarted: there is no such program, or it cannot be run.
     """
+    on_terminal = _in_foreground()
     try:
         process = subprocess.Popen(command, env=environment)
+    except PermissionError:
+        raise CommandNotExecutable(f"{command[0]} may not be executed") from None
     except (OSError, ValueError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise CommandNotStarted(f"{command[0]} cannot be started: {reason}") from None
-    with _signals_go_to(process):
+    with _signals_go_to(process, on_terminal):
         status = process.wait()
     return status if status >= 0 else 128 - status
 
 
+def _in_foreground() -> bool:
+    """Whether a terminal sends its signals (Ctrl-C, a hang-up) to this process and its children at once."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
 @contextlib.contextmanager
-def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _signals_go_to(process: subprocess.Popen[bytes], on_terminal: bool) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
@@ -61,9 +81,9 @@ def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
     handlers: dict[signal.Signals, object] = {}
     for number in FORWARDED:
         handlers[number] = signal.signal(number, forward)
-    for number in (signal.SIGINT, signal.SIGQUIT):
+    for number in FROM_TERMINAL:
         # The terminal sends these to the command as well; which of us dies of them is the command's decision.
-        handlers[number] = signal.signal(number, signal.SIG_IGN if sys.stdin.isatty() else forward)
+        handlers[number] = signal.signal(number, signal.SIG_IGN if on_terminal else forward)
     try:
         yield
     finally:
@@ -71,9 +91,17 @@ def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
 
-def files_of(target: str, before: set[Path]) -> list[Path]:
-    """Trace files that belong to `target` and were not there before, in the order of their names."""
-    return sorted(existing(target) - before)
+def files_of(target: str, before: set[Path], run: str) -> list[Path]:
+    """Trace files of a run that were not there before, in the order of their names. Another run may write beside this one."""
+    return sorted(path for path in existing(target) - before if _is_of(path, run))
+
+
+def _is_of(path: Path, run: str) -> bool:
+    try:
+        with TraceReader(path) as reader:
+            return bool(reader.header.extra.get("run") == run)
+    except TraceError:
+        return True  # it will be said what is wrong with it
 
 
 def existing(target: str) -> set[Path]:
@@ -83,12 +111,12 @@ def existing(target: str) -> set[Path]:
         folder, stem = path, ""
     else:
         folder, stem = path.parent, path.name.removesuffix(names.SUFFIX) + "."
-    if not folder.is_dir():
-        return set()
     endings = (names.SUFFIX, names.SUFFIX + PARTIAL)
-    return {
-        entry for entry in folder.iterdir() if entry.name.startswith(stem) and entry.name.endswith(endings)
-    }
+    try:
+        entries = list(folder.iterdir())
+    except OSError:
+        return set()
+    return {entry for entry in entries if entry.name.startswith(stem) and entry.name.endswith(endings)}
 
 
 def close_what_was_left(files: list[Path]) -> tuple[list[Path], list[str]]:

@@ -29,13 +29,14 @@ _started: set[str] = set()
 def _start(host: str) -> None:
     """Hook every engine of `host` that has not been hooked in this process. Engines may call their plugins more than once."""
     import logging
+    import os
     from functools import partial
 
     log = logging.getLogger("kvtape")
     try:
         from .engines.registry import UnknownVersion, engines, require_known_version
-        from .process import begin, current
-        from .settings import BadSetting, read_settings
+        from .process import begin, current, end
+        from .settings import RUN, SALT, BadSetting, read_settings
 
         recorder = current()
         if recorder is not None and recorder.active and host in _started:
@@ -45,6 +46,10 @@ def _start(host: str) -> None:
         except BadSetting as problem:
             log.error("kvtape: nothing is recorded: %s", problem)
             return
+        # Children that are started from here belong to the same run, and hash request ids the same way.
+        os.environ.setdefault(RUN, settings.run)
+        os.environ.setdefault(SALT, settings.salt.hex())
+        _started.add(host)
         for engine in engines(host):
             try:
                 require_known_version(engine)
@@ -56,9 +61,13 @@ def _start(host: str) -> None:
                 continue
             recorder = begin(settings)
             try:
-                engine.attach(recorder)
-            except Exception as problem:
-                recorder.fail(problem)
-        _started.add(host)
-    except Exception as problem:
+                recorder.attach(engine)
+            except (Exception, SystemExit) as problem:
+                log.error(
+                    "kvtape: %s cannot be recorded: %s: %s", engine.NAME, type(problem).__name__, problem
+                )
+        recorder = current()
+        if recorder is not None and not recorder.engines:
+            end()
+    except (Exception, SystemExit) as problem:
         log.error("kvtape: recording could not begin, the engine goes on: %s", problem)

@@ -10,28 +10,36 @@ import atexit
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from multiprocessing import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from .hooks import Hooks
 from .session import QUEUE_SHARE, Session
-from .settings import Settings
+from .settings import SUFFIX, Settings
 from .staging import Staging
+from .trace.writer import partial_path
 
 if TYPE_CHECKING:
+    from .engines.registry import Engine
     from .trace import Header
 
 log = logging.getLogger("kvtape")
+
+GRACE_WAITS: Final = 200
+"""Waits of half a millisecond for a writer that has an event in its hands and nothing in its queue."""
 
 
 class ThreadState:
     """Where a thread is: inside how many recorded calls, the answers events gave in the outermost one, and for which request."""
 
-    __slots__ = ("asked", "depth", "request")
+    __slots__ = ("asked", "depth", "pool", "request")
 
     def __init__(self) -> None:
         self.depth = 0
         self.asked: list[tuple[int, bool]] | None = None
         self.request: str | None = None
+        self.pool: Any = None  # what a forward is being announced to
 
 
 class Calls(threading.local):
@@ -50,10 +58,21 @@ class Recorder:
         self.calls = Calls()
         self.staging = Staging(settings.memory // QUEUE_SHARE, self._may_wait)
         self.sessions: list[Session] = []
+        self.engines: list[Engine] = []
         self.active = True
         self.failure = ""
         self._on_stop: list[Any] = []
         self._lock = threading.Lock()
+
+    def attach(self, engine: Engine) -> None:
+        """Hook an engine. Of one that cannot be hooked nothing is left, and the others go on. Raises what it raised."""
+        before = len(self.hooks)
+        try:
+            engine.attach(self)
+        except BaseException:
+            self.hooks.undo(before)
+            raise
+        self.engines.append(engine)
 
     def open(self, engine: str, rank: str, header: Header) -> Session:
         """Begin a file. The second one of a process (another buffer) has a number in its name."""
@@ -62,7 +81,7 @@ class Recorder:
         header.settings.setdefault("state_every", self.settings.state_every)
         header.drop_policy = self.settings.on_overflow
         header.model = self.settings.model or header.model
-        header.provenance.kind = self.settings.provenance
+        header.provenance.kind = self.settings.provenance or header.provenance.kind
         header.provenance.how = self.settings.how or header.provenance.how
         header.provenance.source = self.settings.source or header.provenance.source
         header.provenance.hardware = (
@@ -71,15 +90,22 @@ class Recorder:
         with self._lock:
             number = len(self.sessions)
             rank = f"{rank}-{number}" if number else rank
-            path = self.settings.path_for(engine, rank, os.getpid())
+            path = free_name(self.settings.path_for(engine, rank, os.getpid()))
             session = Session(path, header, self.settings, self.staging, self.fail)
             self.sessions.append(session)
         log.info("kvtape records to %s", path)
         return session
 
-    def _may_wait(self) -> bool:
-        """Whether the engine's thread waits for memory: it has been told to, and there is a writer who will give some back."""
-        return self.settings.on_overflow == "block" and any(session.is_writing for session in self.sessions)
+    def _may_wait(self, waits: int) -> bool:
+        """Whether the engine's thread waits for memory: it has been told to, and there is a writer who will give some back.
+
+        A writer whose queue is empty has at most the event in its hands; what then still holds memory is the event that is being
+        captured itself, and waiting would never end.
+        """
+        if self.settings.on_overflow != "block":
+            return False
+        writing = [session for session in self.sessions if session.is_writing]
+        return any(session.queue for session in writing) or (bool(writing) and waits < GRACE_WAITS)
 
     def on_stop(self, action: Any) -> None:
         """Call `action()` when recording ends: an engine module takes its marks off the engine's objects."""
@@ -106,8 +132,22 @@ class Recorder:
         self.hooks.restore()
         for session in list(self.sessions):
             session.close(reason, seconds=10.0 if wait else 0.0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the marks off the engine's objects."""
         while self._on_stop:
             self._on_stop.pop()()
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or with a number behind the pid where a file is there: process numbers come again, in containers at every start."""
+    stem = path.name.removesuffix(SUFFIX)
+    number = 1
+    while path.exists() or partial_path(path).exists():
+        number += 1
+        path = path.with_name(f"{stem}-{number}{SUFFIX}")
+    return path
 
 
 def hardware(device: str) -> str:
@@ -148,7 +188,9 @@ def begin(settings: Settings) -> Recorder:
         if not _exit_is_watched:
             _exit_is_watched = True
             atexit.register(_at_exit)
-            _watch_multiprocessing()
+            _watch_multiprocessing(None)
+            # A forked child of `multiprocessing` forgets its parent's exit functions, then runs these.
+            util.register_after_fork(_recorder.hooks.__class__, _watch_multiprocessing)
             os.register_at_fork(after_in_child=_in_forked_child)
     return _recorder
 
@@ -168,19 +210,28 @@ def _at_exit() -> None:
         log.debug("closing the recording failed: %s", problem)
 
 
-def _watch_multiprocessing() -> None:
+def _watch_multiprocessing(_: object) -> None:
     """A child of `multiprocessing` that was forked leaves without `atexit`; its own exit functions are run."""
-    from multiprocessing import util
-
     util.Finalize(None, _at_exit, exitpriority=100)
 
 
 def _in_forked_child() -> None:
-    """The writer thread did not come along and the file is the parent's: a forked child records nothing."""
+    """The writer thread did not come along and the file is the parent's. The engine's plugins are not asked again in a forked child, so
+    the engines are hooked anew here: what it makes from now on goes to a file of its own."""
     global _recorder
-    recorder, _recorder = _recorder, None
-    if recorder is not None:
-        recorder.active = False
-        recorder.hooks.restore()
-        for session in recorder.sessions:
+    parent, _recorder = _recorder, None
+    if parent is None:
+        return
+    try:
+        was_active, parent.active = parent.active, False
+        for session in parent.sessions:
             session.active = False
+        parent.hooks.after_fork()
+        parent.hooks.restore()
+        parent.forget()
+        if was_active:
+            _recorder = Recorder(parent.settings)
+            for engine in parent.engines:
+                _recorder.attach(engine)
+    except Exception as problem:
+        log.error("kvtape: a forked process is not recorded: %s", problem)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from .private_text import without_paths
 from .settings import Settings
 from .staging import Staging, arrived, lost, wait_until
 from .trace import EmptyTrace, Header, TraceWriter
@@ -34,6 +35,8 @@ CHUNK_SHARE: Final = 32 * 8
 """Ids in the open chunk: encoding takes up to ten times their bytes for a moment."""
 MAX_REQUESTS: Final = 1 << 16
 """Request names remembered; one that comes back later gets a new number and the same name."""
+NOT_EVENTS: Final[set[Callable[[Any, Any], None]]] = set()
+"""Functions of items that are no events; modules that have such add theirs."""
 BREATH_EVENTS: Final = 256
 """Events after which the writer thread lets go of the interpreter. Often enough that the engine waits 2 or 3 ms at most, seldom enough
 that a busy engine, which then keeps it for a switch interval of 5 ms, does not starve the writer: 30,000 events a second."""
@@ -63,15 +66,17 @@ class Sink:
         """The number of a request in this file, -1 for none. Its name is written as a hash unless request ids are kept."""
         if name is None:
             return -1
-        number = self._numbers.get(name)
+        # By its hash in any case: clients choose ids, and may choose long ones.
+        hashed = self._hashed(name)
+        number = self._numbers.get(hashed)
         if number is not None:
-            self._numbers.move_to_end(name)
+            self._numbers.move_to_end(hashed)
             return number
         number, self._named = self._named, self._named + 1
-        self._numbers[name] = number
+        self._numbers[hashed] = number
         if len(self._numbers) > MAX_REQUESTS:
             self._numbers.popitem(last=False)
-        self.writer.name_request(number, name if self._settings.keep_request_ids else self._hashed(name))
+        self.writer.name_request(number, name if self._settings.keep_request_ids else hashed)
         return number
 
     def _hashed(self, name: str) -> str:
@@ -83,9 +88,11 @@ def take_place(sink: Sink, item: Item) -> None:
 
 
 def write_loss(sink: Sink, item: Item) -> None:
-    """Instead of an event some of whose ids were lost: what the others hold is given back, and it is counted as dropped."""
+    """Instead of an event some of whose ids were lost: what the others hold is given back, and it is counted as dropped. A state is no
+    event: without it there is one comparison less."""
     _release(sink, item)
-    sink.writer.dropped(1)
+    if item[0] not in NOT_EVENTS:
+        sink.writer.dropped(1)
 
 
 def _release(sink: Sink, item: Item) -> None:
@@ -154,7 +161,7 @@ class Session:
             self.drop()
             return False
         if self.drops_waiting:
-            self._put_drops()
+            self.put_drops()
         return True
 
     def clock(self) -> int:
@@ -179,7 +186,8 @@ class Session:
         """Whether the writer thread is there and recording goes on."""
         return self.active and self._thread.is_alive()
 
-    def _put_drops(self) -> None:
+    def put_drops(self) -> None:
+        """Say at this place of the queue how many events are missing."""
         with self._drop_lock:
             self.queue.append((write_drops, 0, self.drops_waiting))
             self.drops_waiting = 0
@@ -195,10 +203,11 @@ class Session:
             self._thread.join(seconds)
 
     def _fail(self, reason: str) -> None:
+        """`reason` may name files: it goes to the log as it is, to the file without them."""
         self.active = False
-        self.reason = self.reason or reason
+        self.reason = self.reason or without_paths(reason)
         self._stop.set()
-        self._on_failure(reason)
+        self._on_failure(f"{reason} ({self.path})")
 
     # -- the writer's thread
 
@@ -219,7 +228,7 @@ class Session:
         except EmptyTrace:
             pass  # no event was recorded, and no file is left
         except BaseException as problem:
-            self._fail(f"writing {self.path} failed: {str(problem) or type(problem).__name__}")
+            self._fail(f"writing failed: {str(problem) or type(problem).__name__}")
             self._give_up(writer)
 
     def _give_up(self, writer: TraceWriter | None) -> None:
@@ -260,7 +269,7 @@ class Session:
             queue.popleft()
             if lost(item):
                 write_loss(sink, item)
-                self.dropped += 1
+                self.dropped += item[0] not in NOT_EVENTS
             else:
                 item[0](sink, item)
             done += 1

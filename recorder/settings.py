@@ -39,7 +39,8 @@ class BadSetting(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one recording process. `memory` in bytes, `chunk_ms` in milliseconds, `state_every` in calls (0: no states)."""
+    """Settings of one recording process. `memory` in bytes, `chunk_ms` in milliseconds, `state_every` in calls (0: no states);
+    `provenance` "" is what the engine's hook says it is."""
 
     target: str
     run: str
@@ -50,7 +51,7 @@ class Settings:
     chunk_events: int = 4096
     chunk_ms: int = 1000
     state_every: int = 1024
-    provenance: str = "recorded"
+    provenance: str = ""
     how: str = ""
     source: str = ""
     hardware: str = ""
@@ -77,15 +78,15 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     Raises:
         BadSetting: a variable holds what it may not.
     """
-    provenance = environment.get(PROVENANCE) or "recorded"
-    if provenance not in ("recorded", "driven"):
+    provenance = environment.get(PROVENANCE, "")
+    if provenance not in ("", "recorded", "driven"):
         raise BadSetting(f"{PROVENANCE} is {provenance!r}; a recording is 'recorded' or 'driven'")
     policy = environment.get(ON_OVERFLOW) or "drop"
     if policy not in OVERFLOW_POLICIES:
         raise BadSetting(f"{ON_OVERFLOW} is {policy!r}; it may be {' or '.join(OVERFLOW_POLICIES)}")
     return Settings(
         target=absolute(environment[RECORD]),
-        run=environment.get(RUN) or secrets.token_hex(8),
+        run=_run(environment.get(RUN)),
         salt=_salt(environment.get(SALT)),
         keep_request_ids=environment.get(KEEP_REQUEST_IDS, "") not in ("", "0"),
         on_overflow=policy,
@@ -124,6 +125,12 @@ def _count(environment: Mapping[str, str], name: str, default: int, low: int, hi
     if not re.fullmatch(r"[0-9]{1,15}", text.strip()) or not low <= int(text) <= high:
         raise BadSetting(f"{name} is {text!r}; it may be {low} to {high}")
     return int(text)
+
+
+def _run(text: str | None) -> str:
+    if text and not re.fullmatch(r"[0-9a-fA-F]{1,64}", text):
+        raise BadSetting(f"{RUN} is not a hexadecimal number of at most 64 digits")
+    return text or secrets.token_hex(8)
 
 
 def _salt(text: str | None) -> bytes:

@@ -50,20 +50,21 @@ class Staging:
     Args:
         most_bytes: memory for large copies on the host, and as much pinned memory for ids of device tensors, taken when the first one
             comes.
-        may_wait: asked when that memory is full, whether to try again in half a millisecond; by default the ids are lost at once.
+        may_wait: asked when that memory is full, with the number of waits so far, whether to try again in half a millisecond; by default
+            the ids are lost at once.
         cuda: stands in for `torch.cuda` in tests of the device path.
     """
 
     def __init__(
-        self, most_bytes: int, may_wait: Callable[[], bool] = lambda: False, cuda: Any = None
+        self, most_bytes: int, may_wait: Callable[[int], bool] = lambda waits: False, cuda: Any = None
     ) -> None:
         self._may_wait = may_wait
         self._most_bytes = most_bytes
         self._ring_ids = most_bytes // 8
         self._rings: dict[Any, PinnedRing] = {}
         self._cuda = cuda
-        self._taken = 0
-        self._given_back = 0
+        self._held = 0
+        self._held_lock = threading.Lock()
         self.capture = self._make_capture()
 
     def _make_capture(self) -> Callable[[Any], Captured]:
@@ -89,22 +90,27 @@ class Staging:
         if not ids.is_cpu:
             return self._copy_from_device(ids)
         size = ids.numel() * 8
+        waits = 0
         while self.held_bytes + size > self._most_bytes:
-            if size > self._most_bytes or not self._wait():
+            if size > self._most_bytes or not self._wait(waits):
                 return LOST
+            waits += 1
         copied: Int64Array = ids.detach().reshape(-1).numpy().astype(np.int64)
-        self._taken += size
+        with self._held_lock:
+            self._held += size
         return copied
 
     def _copy_from_device(self, ids: Any) -> Captured:
         ring = self._ring(ids.device)
+        waits = 0
         while (piece := ring.copy(ids)) is None:
-            if ids.numel() > ring.capacity // 2 or not self._wait():
+            if ids.numel() > ring.capacity // 2 or not self._wait(waits):
                 return LOST
+            waits += 1
         return piece
 
-    def _wait(self) -> bool:
-        if not self._may_wait():
+    def _wait(self, waits: int) -> bool:
+        if not self._may_wait(waits):
             return False
         time.sleep(0.0005)
         return True
@@ -118,26 +124,26 @@ class Staging:
         if isinstance(ids, bytes):
             return np.frombuffer(ids, dtype=np.int64)
         if isinstance(ids, np.ndarray):
-            self._given_back += ids.nbytes
+            with self._held_lock:
+                self._held -= ids.nbytes
             return ids
         return None if isinstance(ids, _Lost) else ids.take()
 
     @property
     def held_bytes(self) -> int:
-        """Memory of large copies that have not been released. The two counters have one writer each: no lock."""
-        return self._taken - self._given_back
+        """Memory of large copies that have not been released."""
+        return self._held
 
     def _ring(self, device: Any) -> PinnedRing:
-        # One ring a thread: places are given back in the order they are taken, and two threads would queue theirs in another order.
-        key = (device, threading.get_ident())
-        ring = self._rings.get(key)
+        ring = self._rings.get(device)
         if ring is None:
-            ring = self._rings[key] = PinnedRing(self._ring_ids, device, self._cuda or torch.cuda)
+            ring = self._rings[device] = PinnedRing(self._ring_ids, device, self._cuda or torch.cuda)
         return ring
 
 
 class PinnedRing:
-    """int64 ids copied from one device, in the order of the copies; places are given back in that order too."""
+    """int64 ids copied from one device, piece by piece around a ring. Pieces are read in any order; their places are free in the order
+    in which they were taken."""
 
     def __init__(self, capacity: int, device: Any, cuda: Any) -> None:
         self._cuda, self._device = cuda, device
@@ -147,9 +153,9 @@ class PinnedRing:
         self._stream = cuda.Stream(device=device)
         self._head = 0
         self._free = capacity
-        # Lengths of the pieces in use, oldest first, appended by the engine's thread and taken off by the writer's: a deque's two
-        # ends need no lock. `taken` is what the writer has given back since the engine's thread last looked.
-        self._given_back: deque[int] = deque()
+        # Pieces in use, oldest first. The writer's thread marks them as read, the engine's threads take them off, under the lock.
+        self._pieces: deque[StagedIds] = deque()
+        self._lock = threading.Lock()
 
     def _pinned(self, capacity: int) -> Any:
         pinned = getattr(self._cuda, "pinned_ids", None)
@@ -160,25 +166,28 @@ class PinnedRing:
     def copy(self, ids: Any) -> StagedIds | None:
         """Start the copy of a device tensor, and return at once; None where there is no room for it now."""
         count = ids.numel()
-        place = self._place(count)
-        if place is None:
-            return None
-        start, taken = place
-        current = self._cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with self._cuda.stream(self._stream):
-            self.buffer[start : start + count].copy_(ids.reshape(-1), non_blocking=True)
-            event = self._cuda.Event()
-            event.record(self._stream)
+        with self._lock:
+            place = self._place(count)
+            if place is None:
+                return None
+            start, taken = place
+            current = self._cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            with self._cuda.stream(self._stream):
+                self.buffer[start : start + count].copy_(ids.reshape(-1), non_blocking=True)
+                event = self._cuda.Event()
+                event.record(self._stream)
+            piece = StagedIds(self, start, count, taken, event)
+            self._pieces.append(piece)
         # The engine may free the tensor at once: its memory must not be handed out before the copy has read it.
         ids.record_stream(self._stream)
-        return StagedIds(self, start, count, taken, event)
+        return piece
 
     def _place(self, count: int) -> tuple[int, int] | None:
         """(start, ids taken from the ring), None when it is too full. A piece never wraps around: what is skipped at the end counts as
         taken."""
-        while self._given_back:
-            self._free += self._given_back.popleft()
+        while self._pieces and self._pieces[0].was_read:
+            self._free += self._pieces.popleft().taken
         wraps = self._head + count > self.capacity
         skipped = self.capacity - self._head if wraps else 0
         if count + skipped > self._free:
@@ -188,20 +197,21 @@ class PinnedRing:
         self._free -= count + skipped
         return start, count + skipped
 
-    def read(self, start: int, count: int, taken: int) -> Int64Array:
-        """The ids of a piece whose copy has finished; its place is free afterwards."""
-        ids = self._array[start : start + count].copy()
-        self._given_back.append(taken)
+    def read(self, start: int, count: int) -> Int64Array:
+        """The ids of a piece whose copy has finished."""
+        ids: Int64Array = self._array[start : start + count].copy()
         return ids
 
 
 class StagedIds:
-    """One piece of the ring and the event that says when it holds the ids."""
+    """One piece of the ring and the event that says when it holds the ids. `taken`: ids of the ring it takes, with what was skipped."""
 
-    __slots__ = ("_count", "_event", "_ring", "_start", "_taken")
+    __slots__ = ("_count", "_event", "_ring", "_start", "taken", "was_read")
 
     def __init__(self, ring: PinnedRing, start: int, count: int, taken: int, event: Any) -> None:
-        self._ring, self._start, self._count, self._taken, self._event = ring, start, count, taken, event
+        self._ring, self._start, self._count, self._event = ring, start, count, event
+        self.taken = taken
+        self.was_read = False
 
     def ready(self) -> bool:
         """Whether the copy has finished; never waits."""
@@ -209,7 +219,9 @@ class StagedIds:
 
     def take(self) -> Int64Array:
         """int64[count], once. Call it when `ready`."""
-        return self._ring.read(self._start, self._count, self._taken)
+        ids = self._ring.read(self._start, self._count)
+        self.was_read = True
+        return ids
 
 
 def arrived(item: tuple[Any, ...]) -> bool:

@@ -22,13 +22,19 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Finds the watched module like everybody else, and hooks it once it has been imported."""
 
+    def __init__(self) -> None:
+        self._asking = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _WATCHED:
+        if name != _WATCHED or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Hooking(spec.loader)
         return spec
@@ -60,6 +66,7 @@ def _chain() -> None:
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import sys
 from pathlib import Path
@@ -24,24 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-overflow",
         choices=("drop", "block"),
-        default="drop",
         help="when the engine is faster than the writer: drop events and count them (default), or make the engine wait",
     )
-    parser.add_argument("--memory", default="64M", help="most memory the recorder may use (default 64M)")
+    parser.add_argument("--memory", help="most memory the recorder may use (default 64M)")
     parser.add_argument(
         "--keep-request-ids",
         action="store_true",
         help="write request ids as they are, not as hashes with a salt that is thrown away",
     )
-    parser.add_argument(
-        "--chunk-events", default="4096", metavar="N", help="write a chunk after N events (4096)"
-    )
-    parser.add_argument(
-        "--chunk-ms", default="1000", metavar="T", help="or after T milliseconds (1000): a kill loses that"
-    )
-    parser.add_argument(
-        "--state-every", default="1024", metavar="N", help="record the state every N calls (1024; 0: never)"
-    )
+    parser.add_argument("--chunk-events", metavar="N", help="write a chunk after N events (4096)")
+    parser.add_argument("--chunk-ms", metavar="T", help="or after T milliseconds (1000): a kill loses that")
+    parser.add_argument("--state-every", metavar="N", help="record the state every N calls (1024; 0: never)")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run, after --"
     )
@@ -54,13 +48,15 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise settings.BadSetting("no command to record: kvtape record -o FILE -- COMMAND ...")
-    options = {
+    given = {
         settings.ON_OVERFLOW: args.on_overflow,
         settings.MEMORY: args.memory,
         settings.CHUNK_EVENTS: args.chunk_events,
         settings.CHUNK_MS: args.chunk_ms,
         settings.STATE_EVERY: args.state_every,
     }
+    # What is not given stays as the environment has it.
+    options = {name: value for name, value in given.items() if value is not None}
     if args.keep_request_ids:
         options[settings.KEEP_REQUEST_IDS] = "1"
     environment = launch.environment_for(args.output, options)
@@ -69,8 +65,12 @@ def run(args: argparse.Namespace) -> int:
     )  # says now what each process would say in the midst of the engine's output
     before = launch.existing(args.output)
     status = launch.run(command, environment)
-    files, notes = launch.close_what_was_left(launch.files_of(args.output, before))
-    _report(files, notes)
+    try:
+        left = launch.files_of(args.output, before, environment[settings.RUN])
+        _report(*launch.close_what_was_left(left))
+    except Exception as problem:  # the command has ended, and its status is what the caller asked for
+        with contextlib.suppress(Exception):
+            print(f"kvtape: what was recorded cannot be shown: {problem}", file=sys.stderr, flush=True)
     return status
 
 
@@ -83,6 +83,8 @@ def _report(files: list[Path], notes: list[str]) -> None:
     from recorder.summary import summarize
     from recorder.trace import TraceError
 
+    if sys.stderr is None:
+        return
     terminal = sys.stderr.isatty()
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 160, highlight=False)
@@ -108,7 +110,7 @@ def _report(files: list[Path], notes: list[str]) -> None:
         )
     if table.row_count:
         console.print(table)
-    else:
+    elif not notes:
         console.print(
             "kvtape: nothing was recorded. Is kvtape installed in the environment that the command runs in, and does the engine there "
             "own a KV-cache allocator kvtape knows (SGLang with its unified memory pool, vLLM, transformers' continuous batching)? "

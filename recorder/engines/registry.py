@@ -59,16 +59,28 @@ def engines(host: str) -> list[Engine]:
         try:
             engine = cast(Engine, point.load())
             if host == engine.HOST:
+                missing = [
+                    name
+                    for name in ("NAME", "VERSIONS", "installed_version", "attach")
+                    if not hasattr(engine, name)
+                ]
+                if missing:
+                    raise TypeError(f"it has no {', '.join(missing)}")
                 found.append(engine)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             log.error("kvtape: the engine %s (%s) does not load: %s", point.name, point.value, problem)
     return found
 
 
 def require_known_version(engine: Engine) -> str:
     """The installed version. Raises UnknownVersion with the versions that are known."""
-    version = engine.installed_version()
-    if version is not None and any(_matches(version, known) for known in engine.VERSIONS):
+    try:
+        version = engine.installed_version()
+    except Exception as problem:
+        raise UnknownVersion(
+            f"the version of {engine.NAME} cannot be told ({problem}): nothing is recorded"
+        ) from None
+    if version is not None and matches(version, engine.VERSIONS):
         return version
     raise UnknownVersion(
         f"{engine.NAME} {version or '(of unknown version)'} has not been tested with this kvtape, which knows "
@@ -76,6 +88,7 @@ def require_known_version(engine: Engine) -> str:
     )
 
 
-def _matches(version: str, known: str) -> bool:
+def matches(version: str, known: Sequence[str]) -> bool:
+    """Whether `version`, without its local part, is one of `known` or a later release of one."""
     plain = version.split("+")[0]
-    return plain == known or plain.startswith(known + ".")
+    return any(plain == one or plain.startswith(one + ".") for one in known)

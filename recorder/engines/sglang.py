@@ -11,14 +11,17 @@ their depth, so that a reader sees them; a replay drives depth 0 only. What pass
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from recorder.engines.registry import matches
 from recorder.engines.sglang_arguments import Reader, readers
 from recorder.engines.sglang_header import SAME_PLACEMENT, Engine
 from recorder.engines.sglang_requests import RequestHooks, definer
 from recorder.engines.sglang_tape import ALLOCATES, NO_RESULT, Arguments, Tape, write_call
+from recorder.hooks import MissingFunction
 from recorder.process import ThreadState
 from recorder.session import Session
 from recorder.trace import NONE, EventKind
@@ -37,6 +40,17 @@ ALLOCATOR_MODULES: Final = (
 )
 SWA_MODULE: Final = "sglang.srt.mem_cache.unified_cache.components.swa"
 MARK: Final = "_kvtape_pool"
+NEEDED: Final = (
+    "alloc",
+    "alloc_extend",
+    "alloc_decode",
+    "free",
+    "_flush",
+    "set_latest_forward_done_event",
+    "set_inflight_forward",
+    "clear",
+)
+"""Without one of these a trace would be wrong, so a version that lacks one is not recorded."""
 _DISAGG, _TRANSFER = "disagg_move_gate", "host_transfer_move_gate"
 GATES: Final = (_DISAGG, _TRANSFER)
 
@@ -54,7 +68,7 @@ def installed_version() -> str | None:
 def attach(recorder: Recorder) -> None:
     """Wrap the allocators of the SGLang installed here. Allocators made before are not recorded."""
     version = installed_version() or ""
-    SglangHooks(recorder, Engine(NAME, version, version in SAME_PLACEMENT)).attach(_allocator_module())
+    SglangHooks(recorder, Engine(NAME, version, matches(version, SAME_PLACEMENT))).attach(_allocator_module())
 
 
 def _allocator_module() -> Any:
@@ -79,23 +93,32 @@ class SglangHooks:
         self._state_every = recorder.settings.state_every
         self._last_event = 0
         self._asked_classes: set[type] = set()
+        self._readers = readers(self._capture, self._number)
+        self._wrapped: set[tuple[type, str]] = set()
 
     def attach(self, module: Any) -> None:
         """Wrap the allocators of `module` (SGLang's, or another with classes of these names and methods), and what is beside them."""
         hooks = self._recorder.hooks
         self._recorder.on_stop(self._take_marks_off)
-        hooks.wrap(definer(module.MultiEndedAllocator, "__init__"), "__init__", self._constructor)
-        wrapped: set[tuple[type, str]] = set()
+        hooks.require(definer(module.MultiEndedAllocator, "__init__"), "__init__", self._constructor)
+        for name in NEEDED:
+            if definer(module.MultiEndedAllocator, name) is None:
+                raise MissingFunction(f"{module.MultiEndedAllocator.__name__} has no {name}")
         for owner in (module.MultiEndedAllocator, getattr(module, "FloatMultiEndedAllocator", None)):
-            if owner is None:
-                continue
-            for name, (kind, form, read) in readers(self._capture, self._number).items():
-                defining = definer(owner, name)
-                if defining is not None and (defining, name) not in wrapped:
-                    wrapped.add((defining, name))
-                    hooks.wrap(defining, name, partial(self._call, kind=kind, form=form, read=read))
+            if owner is not None:
+                self._wrap_methods(owner)
         self._attach_transfer()
         RequestHooks(self._recorder, self._tapes.values()).attach()
+
+    def _wrap_methods(self, owner: type) -> None:
+        """Wrap the methods of a class, each where it is defined and once."""
+        for name, (kind, form, read) in self._readers.items():
+            defining = definer(owner, name)
+            if defining is not None and (defining, name) not in self._wrapped:
+                self._wrapped.add((defining, name))
+                self._recorder.hooks.wrap(
+                    defining, name, partial(self._call, kind=kind, form=form, read=read)
+                )
 
     # -- wrappers
 
@@ -110,16 +133,27 @@ class SglangHooks:
                     tape = self._tapes.get(id(buffer))
                     if tape is None or tape.buffer() is not buffer:
                         tape = self._tapes[id(buffer)] = Tape(self._recorder, buffer, self._engine)
+                        weakref.finalize(buffer, self._buffer_is_gone, id(buffer), tape).atexit = False
                     tape.add(allocator)
+                    # A subclass of somebody else's may define methods anew.
+                    self._wrap_methods(type(allocator))
                 except Exception as problem:
                     self._recorder.fail(problem)
 
         return __init__
 
+    def _buffer_is_gone(self, number: int, tape: Tape) -> None:
+        """The engine has given up a buffer: its file ends here, and with it the writer thread."""
+        if self._tapes.get(number) is tape:
+            del self._tapes[number]
+        if tape.session is not None:
+            tape.session.close(seconds=0.0)
+
     def _call(self, original: Any, kind: EventKind, form: int, read: Reader) -> Any:
         """The wrapper of one method. Written for the engine's thread: what is not needed for most calls is elsewhere."""
         recorder, calls, capture = self._recorder, self._calls, self._capture
         number, shown_when_nested, asks_gates = int(kind), kind in _SHOWN_WHEN_NESTED, kind in _ASKS_GATES
+        announces = kind in _ANNOUNCES
         state_every = self._state_every
 
         def recorded(allocator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +172,8 @@ class SglangHooks:
                         attributes.get(_DISAGG) is not None or attributes.get(_TRANSFER) is not None
                     ):
                         self._listen_to_gates(pool.tape, allocator)
+                if announces:
+                    here.pool = pool
                 if (len(pool.queue) < session.most_items and not session.drops_waiting) or session.has_room():
                     arguments = read(args, kwargs)
             except Exception as problem:
@@ -154,6 +190,8 @@ class SglangHooks:
             here.depth = depth
             if arguments is not None:
                 try:
+                    if session.drops_waiting:  # of events inside this call
+                        session.put_drops()
                     pool.queue.append(
                         (
                             write_call,
@@ -171,7 +209,7 @@ class SglangHooks:
                     if state_every and not depth:
                         tape = pool.tape
                         tape.calls += 1
-                        if tape.calls % state_every == 0:
+                        if tape.calls % tape.state_every == 0:
                             tape.put_state(session)
                 except Exception as problem:
                     recorder.fail(problem)
@@ -185,6 +223,8 @@ class SglangHooks:
         """Queue an event without a result, off the beaten track. Never raises."""
         try:
             asked = None if depth else here.asked
+            if session.drops_waiting:
+                session.put_drops()
             session.queue.append(
                 (
                     write_call,
@@ -211,9 +251,14 @@ class SglangHooks:
             self._asked_classes.add(cls)
             self._recorder.hooks.wrap(definer(cls, "query"), "query", self._query)
         number = getattr(event, "_kvtape_number", 0)
-        if number != self._last_event or not number:
+        pool = self._calls.here.pool
+        last = 0 if pool is None else pool.last_event
+        if not number or number < last:
+            # Not seen yet, or recorded anew: this pool has been told of a later forward since.
             self._last_event += 1
             number = event._kvtape_number = self._last_event
+        if pool is not None:
+            pool.last_event = number
         return int(number)
 
     def _query(self, original: Any) -> Any:
@@ -301,6 +346,7 @@ class SglangHooks:
 
 
 _SHOWN_WHEN_NESTED: Final = frozenset({EventKind.FLUSH, EventKind.MAKE_ROOM, EventKind.COMPACT_HOLES})
+_ANNOUNCES: Final = frozenset({EventKind.SET_LATEST_FORWARD_DONE_EVENT, EventKind.SET_INFLIGHT_FORWARD})
 _ASKS_GATES: Final = _SHOWN_WHEN_NESTED | {
     EventKind.ALLOC,
     EventKind.ALLOC_EXTEND,

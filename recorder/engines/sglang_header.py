@@ -63,7 +63,7 @@ def header_of(allocators: list[Any], engine: Engine, *, served: bool) -> Header:
         model=_model(arguments),
         rank=_rank(arguments),
         provenance=Provenance(
-            kind="recorded",
+            kind="recorded" if arguments is not None else "driven",
             how=f"kvtape's hook on the sub-pool allocators of {engine.name} {engine.version}".strip(),
         ),
     )

@@ -45,8 +45,15 @@ class RequestHooks:
         calls = self._calls
 
         def claim_kv_row(cache: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.here.request = getattr(req, "rid", None)
-            return original(cache, req, *args, **kwargs)
+            here = calls.here
+            here.request = getattr(req, "rid", None)
+            kept = True
+            try:
+                kept = original(cache, req, *args, **kwargs)
+            finally:
+                if kept:  # somebody else keeps the row, or it failed: `on_release` does not come
+                    here.request = None
+            return kept
 
         return claim_kv_row
 
@@ -55,8 +62,7 @@ class RequestHooks:
 
         def on_release(cache: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
             calls.here.request = None
-            if req.finished():
-                self._mark(MarkCode.REQUEST_FINISH, req)
+            self._mark(MarkCode.REQUEST_FINISH, req, only_if_finished=True)
             return original(cache, req, *args, **kwargs)
 
         return on_release
@@ -81,11 +87,13 @@ class RequestHooks:
 
         return reset_for_retract
 
-    def _mark(self, code: MarkCode, req: Any) -> None:
+    def _mark(self, code: MarkCode, req: Any, *, only_if_finished: bool = False) -> None:
         """A mark in every file of this process (one, but for draft models with a buffer of their own)."""
         if not self._recorder.active:
             return
         try:
+            if only_if_finished and not req.finished():
+                return
             tokens = len(req.origin_input_ids) + len(req.output_ids)
             for tape in self._tapes:
                 session = tape.session

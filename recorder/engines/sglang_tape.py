@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from recorder.engines.sglang_header import Engine, header_of, rank_of
-from recorder.session import Item, Session, Sink
+from recorder.session import NOT_EVENTS, Item, Session, Sink
 from recorder.staging import Captured
 from recorder.state_digest import mix64_on_device
 from recorder.trace import NONE, UNSET, EventKind, StateRow
@@ -26,12 +26,18 @@ NO_RESULT: Final = 0
 class SubPool:
     """What an allocator carries while it is recorded."""
 
-    __slots__ = ("number", "queue", "session", "tape")
+    __slots__ = ("last_event", "number", "queue", "session", "tape")
 
     def __init__(self, tape: Tape, number: int) -> None:
         self.tape, self.number = tape, number
         self.session: Session | None = None
         self.queue: deque[Item] = deque()
+        #: Number of the forward that this pool was told of last.
+        self.last_event = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of an allocator is not recorded."""
+        return type(None), ()
 
     def begin(self) -> Session:
         """The session, opened at the first call on any sub-pool of the buffer."""
@@ -51,6 +57,7 @@ class Tape:
         self.allocators: list[Any] = []
         self.session: Session | None = None
         self.calls = 0
+        self.state_every = 1
         self.gates: dict[str, bool] = {}
 
     def add(self, allocator: Any) -> None:
@@ -65,6 +72,9 @@ class Tape:
         allocators = [allocator for reference in self.allocators if (allocator := reference()) is not None]
         served = self.recorder.settings.provenance == "recorded"
         header = header_of(allocators, self.engine, served=served)
+        # A digest costs time with the size of the tables: 1 ms for 200,000 pages, on the engine's thread where that is a CPU.
+        rows = sum(pool.num_virtual_ids for pool in header.pools)
+        self.state_every = self.recorder.settings.state_every * max(1, rows // LARGE_TABLES)
         self.session = self.recorder.open(self.engine.name, rank_of(header.rank), header)
         return self.session
 
@@ -140,6 +150,9 @@ def write_mark(sink: Sink, item: Item) -> None:
     )
 
 
+LARGE_TABLES: Final = 200_000
+
+
 def _write_state(sink: Sink, item: Item) -> None:
     rows: dict[str, dict[str, int | bytes | None]] = {}
     for name, figures, table, free in item[2]:
@@ -150,3 +163,6 @@ def _write_state(sink: Sink, item: Item) -> None:
                 rows[name][figure] = int(values[0])
     if sink.writer.events:
         sink.writer.state(StateRow(sink.writer.events - 1, rows))
+
+
+NOT_EVENTS.add(_write_state)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recorder.engines.blocks import LiveBlocks, put_mark, write_hand_out, write_release, write_reset
 from recorder.engines.vllm_header import header_of, rank_of
+from recorder.hooks import MissingFunction
 from recorder.session import Item, Session, Sink
 from recorder.trace import MarkCode
 
@@ -62,6 +63,11 @@ def attach(recorder: Recorder) -> None:
     )
 
 
+POOL_CALLS: Final = ("get_new_blocks", "free_blocks", "evict_blocks", "reset_prefix_cache")
+MANY_BLOCKS: Final = 300
+"""Block references that a queued event has room for, of the memory it is taken to need; more are counted."""
+
+
 class Tape:
     """One block pool and the file its calls go to, opened at the first of them: by then all that the header says is known."""
 
@@ -78,7 +84,13 @@ class Tape:
         pool = header.pools[0]
         self.live = LiveBlocks(0, pool.name, pool.page_size, self._recorder.settings.state_every)
         self.session = self._recorder.open(NAME, rank_of(header.rank), header)
+        # A pool that is given up ends its file, and with it the writer thread.
+        weakref.finalize(self._pool(), self.session.close, "", 0.0).atexit = False
         return self.session
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a pool is not recorded."""
+        return type(None), ()
 
     def take_mark_off(self) -> None:
         """The pool forgets its tape."""
@@ -103,6 +115,7 @@ class VllmHooks:
         self._recorder = recorder
         self._calls = recorder.calls
         self._tapes: list[Tape] = []
+        self._pool_class: Any = None
         # Configurations of what is being made right now: pools are made inside.
         self._engine: Any = None
         self._cache: Any = None
@@ -111,13 +124,14 @@ class VllmHooks:
 
     def attach(self, pool: Any, coordinator: Any, manager: Any, scheduler: Any) -> None:
         """Wrap the functions of vLLM's four classes."""
-        wrap = self._recorder.hooks.wrap
+        wrap, require = self._recorder.hooks.wrap, self._recorder.hooks.require
+        self._pool_class = pool
         self._recorder.on_stop(self._take_marks_off)
-        wrap(pool, "__init__", self._pool_made)
-        wrap(pool, "get_new_blocks", self._new_blocks)
-        wrap(pool, "free_blocks", self._freed_blocks)
-        wrap(pool, "evict_blocks", self._evicted_blocks)
-        wrap(pool, "reset_prefix_cache", self._reset)
+        require(pool, "__init__", self._pool_made)
+        require(pool, "get_new_blocks", self._new_blocks)
+        require(pool, "free_blocks", self._freed_blocks)
+        require(pool, "evict_blocks", self._evicted_blocks)
+        require(pool, "reset_prefix_cache", self._reset)
         wrap(coordinator, "__init__", self._coordinator_made)
         wrap(manager, "allocate_slots", self._slots)
         for name in ("free", "pop_blocks_for_free", "remove_skipped_blocks"):
@@ -169,6 +183,15 @@ class VllmHooks:
                     cache = self._cache
                     # A scheduler's own pool is made for its own configuration; the pool of an offloading tier is not.
                     on_host = self._engine_cache is not None and cache is not self._engine_cache
+                    changed = [
+                        name
+                        for name in POOL_CALLS
+                        if getattr(type(pool), name) is not getattr(self._pool_class, name)
+                    ]
+                    if changed:
+                        raise MissingFunction(
+                            f"{type(pool).__name__} has its own {', '.join(changed)}, which is not recorded"
+                        )
                     tape = Tape(recorder, pool, cache, self._engine, on_host)
                     pool.__dict__[TAPE] = tape
                     self._tapes.append(tape)
@@ -194,15 +217,17 @@ class VllmHooks:
                             len(queue) < session.most_items and not session.drops_waiting
                         ) or session.has_room():
                             # A copy: the caller's list grows.
-                            queue.append(
-                                (
-                                    _write_new_blocks,
-                                    session.clock_ns(),
-                                    tape.live,
-                                    blocks.copy(),
-                                    calls.here.request,
-                                )
+                            item = (
+                                _write_new_blocks,
+                                session.clock_ns(),
+                                tape.live,
+                                blocks.copy(),
+                                calls.here.request,
                             )
+                            if len(blocks) > MANY_BLOCKS:
+                                session.put(item, 8 * len(blocks))
+                            else:
+                                queue.append(item)
                 except Exception as problem:
                     recorder.fail(problem)
             return blocks
@@ -236,15 +261,17 @@ class VllmHooks:
                         if (
                             len(queue) < session.most_items and not session.drops_waiting
                         ) or session.has_room():
-                            queue.append(
-                                (
-                                    _write_freed_blocks,
-                                    session.clock_ns(),
-                                    tape.live,
-                                    freed,
-                                    calls.here.request,
-                                )
+                            item = (
+                                _write_freed_blocks,
+                                session.clock_ns(),
+                                tape.live,
+                                freed,
+                                calls.here.request,
                             )
+                            if len(freed) > MANY_BLOCKS:
+                                session.put(item, 8 * len(freed))
+                            else:
+                                queue.append(item)
             except Exception as problem:
                 recorder.fail(problem)
             return answer
@@ -255,6 +282,7 @@ class VllmHooks:
         recorder = self._recorder
 
         def evict_blocks(pool: Any, block_ids: Any) -> Any:
+            block_ids = block_ids if isinstance(block_ids, (set, frozenset, list, tuple)) else list(block_ids)
             evicted: list[int] = []
             tape: Any = pool.__dict__.get(TAPE) if recorder.active else None
             if tape is not None:

@@ -13,7 +13,9 @@ import pytest
 
 from recorder import plugin, process
 from recorder.engines import registry
+from recorder.hooks import MissingFunction
 from recorder.process import Recorder
+from recorder.session import Session
 from recorder.trace import Header, PoolHeader, Provenance, TraceReader
 from tests.recorder.recordings import settings
 
@@ -54,6 +56,9 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(registry, "engines", lambda name: [engine] if name == "fakehost" else [])
 
     monkeypatch.setenv("KVTAPE_RECORD", str(tmp_path / "run.msgpack.zst"))
+    monkeypatch.setenv("KVTAPE_RUN", "ab")
+    monkeypatch.setenv("KVTAPE_SALT", "cd")
+    monkeypatch.setattr(plugin, "_started", set())
     before = dict(vars(FakeEngine))
     yield install
     process.end()
@@ -109,9 +114,54 @@ def test_hooks_that_cannot_be_put_in_place_are_taken_away(
     host(FakeEngineHooks(problem=RuntimeError("no such method")))
     plugin._start("fakehost")
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert "no such method" in caplog.records[0].message
+    assert "fake cannot be recorded: RuntimeError: no such method" in caplog.records[0].message
+    assert process.current() is None
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("a fault"), SystemExit(9)])
+def test_an_engine_that_cannot_be_hooked_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, host: Any, problem: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = FakeEngineHooks(), FakeEngineHooks(problem=problem)
+    host(good)
+    monkeypatch.setattr(registry, "engines", lambda name: [good, bad])
+    plugin._start("fakehost")
+    plugin._start("fakehost")
     recorder = process.current()
-    assert recorder is not None and not recorder.active and len(recorder.hooks) == 0
+    assert recorder is not None and recorder.active
+    assert recorder.engines == [good]
+    assert len(recorder.hooks) == 1
+    assert caplog.text.count("fake cannot be recorded") == 1
+
+
+def test_what_a_trace_would_be_wrong_without_is_required(tmp_path: Path) -> None:
+    recorder = Recorder(settings(tmp_path))
+    with pytest.raises(MissingFunction, match="FakeEngine has no release"):
+        recorder.hooks.require(FakeEngine, "release", lambda original: original)
+    recorder.stop()
+    assert not recorder.hooks.wrap(FakeEngine, "allocate", lambda original: lambda engine: "ours")
+    assert FakeEngine().allocate() == "pages"
+
+
+def test_a_process_number_that_comes_again_gets_another_name(tmp_path: Path) -> None:
+    recorder = Recorder(settings(tmp_path))
+    name = f"run.tp0.{os.getpid()}"
+    (tmp_path / f"{name}.msgpack.zst.partial").write_bytes(b"left behind")
+    (tmp_path / f"{name}-2.msgpack.zst").write_bytes(b"an older run")
+    session = recorder.open("test", "tp0", header())
+    assert session.path.name == f"{name}-3.msgpack.zst"
+    recorder.stop()
+
+
+def test_children_belong_to_the_run(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTAPE_RUN")
+    monkeypatch.delenv("KVTAPE_SALT")
+    host(FakeEngineHooks())
+    plugin._start("fakehost")
+    recorder = process.current()
+    assert recorder is not None
+    assert os.environ.pop("KVTAPE_RUN") == recorder.settings.run
+    assert bytes.fromhex(os.environ.pop("KVTAPE_SALT")) == recorder.settings.salt
 
 
 def test_settings_that_are_wrong_are_said_and_nothing_is_recorded(
@@ -175,7 +225,7 @@ def test_header_says_which_run_and_under_which_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_records_nothing(host: Any, tmp_path: Path) -> None:
+def test_a_forked_child_has_a_recording_of_its_own(host: Any, tmp_path: Path) -> None:
     host(FakeEngineHooks())
     plugin._start("fakehost")
     recorder = process.current()
@@ -184,8 +234,7 @@ def test_a_forked_child_records_nothing(host: Any, tmp_path: Path) -> None:
     session.put((lambda sink, item: sink.writer.append(26, time_us=1, value=1), 0))
     child = os.fork()
     if child == 0:
-        clean = process.current() is None and len(recorder.hooks) == 0 and not session.active
-        os._exit(0 if clean else 1)
+        os._exit(_in_child(recorder, session))
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert recorder.active and len(recorder.hooks) == 1
@@ -195,6 +244,19 @@ def test_a_forked_child_records_nothing(host: Any, tmp_path: Path) -> None:
     process.end()
     with TraceReader(session.path) as reader:
         assert sum(len(chunk) for chunk in reader.chunks()) == 1
+
+
+def _in_child(parent: Recorder, inherited: Session) -> int:
+    """0 where a forked child is hooked anew, has nothing open, and writes to a file with its own number."""
+    own = process.current()
+    if own is None or own is parent or len(own.hooks) != 1 or own.sessions:
+        return 1
+    if inherited.active or parent.active or len(parent.hooks):
+        return 2
+    session = own.open("test", "tp0", header())
+    session.put((lambda sink, item: sink.writer.append(26, time_us=1, value=1), 0))
+    process.end()
+    return 0 if str(os.getpid()) in session.path.name and session.path.exists() else 3
 
 
 def test_our_own_engines_are_in_the_registry() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -143,6 +144,32 @@ def test_wrong_options(tmp_path: Path, options: tuple[str, ...], message: str) -
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_variables_that_are_set_stay(tmp_path: Path) -> None:
+    script = "import os; print(sorted(item for item in os.environ.items() if item[0].startswith('KVTAPE_')))"
+    done = subprocess.run(
+        [*KVTAPE, "record", "-o", str(tmp_path / "run"), "--memory", "32M", "--", sys.executable, "-c", script],
+        env=environment(KVTAPE_MEMORY="128M", KVTAPE_STATE_EVERY="7"), cwd=REPOSITORY, capture_output=True, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert "('KVTAPE_MEMORY', '32M')" in done.stdout
+    assert "('KVTAPE_STATE_EVERY', '7')" in done.stdout
+    assert "KVTAPE_CHUNK_MS" not in done.stdout
+
+
+def test_the_status_is_the_commands_even_where_nothing_can_be_printed(tmp_path: Path) -> None:
+    for redirected in ("2>/dev/full", "2>&-", "<&-"):
+        command = f"exec {shlex.join([*KVTAPE, 'record', '-o', str(tmp_path / 'run'), '--', *ENGINE, '3', '--status', '7'])} {redirected}"
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], env=environment(), cwd=REPOSITORY, capture_output=True, timeout=SECONDS, check=False
+        )  # fmt: skip
+        assert done.returncode == 7, redirected
+
+
+def test_a_command_that_may_not_be_run(tmp_path: Path) -> None:
+    (tmp_path / "script").write_text("#!/bin/sh\n")
+    assert record(tmp_path / "run", str(tmp_path / "script")).returncode == 126
 
 
 def test_no_command(tmp_path: Path) -> None:

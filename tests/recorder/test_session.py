@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.session import ITEM_BYTES, Item, Session, Sink, set_clock
+from recorder.session import ITEM_BYTES, NOT_EVENTS, Item, Session, Sink, set_clock
 from recorder.settings import Settings
 from recorder.staging import LOST, Staging
 from recorder.trace import EventKind, Header, PoolHeader, Provenance, TraceReader
@@ -39,7 +39,7 @@ class Writer:
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.settings: Settings = settings(folder, **changes)
-        self.staging = Staging(self.settings.memory // 4, lambda: self.settings.on_overflow == "block")
+        self.staging = Staging(self.settings.memory // 4, lambda waits: self.settings.on_overflow == "block")
         self.failures: list[str] = []
         self.path = folder / "run.msgpack.zst"
         self.held = False
@@ -123,6 +123,21 @@ def test_ids_that_were_lost_drop_their_event_in_its_place(tmp_path: Path) -> Non
     assert chunk.drops.tolist() == [[1, 1]]
     assert writer.session.dropped == 1
     assert writer.staging.held_bytes == 0
+
+
+def test_a_state_that_was_lost_is_no_lost_event(tmp_path: Path) -> None:
+    NOT_EVENTS.add(write_four)
+    try:
+        writer = Writer(tmp_path)
+        writer.free(1)
+        writer.session.put((write_four, writer.session.clock(), (LOST,)))
+        writer.free(2)
+        writer.session.close()
+    finally:
+        NOT_EVENTS.discard(write_four)
+    assert writer.session.dropped == 0
+    with TraceReader(writer.path) as reader:
+        assert [len(chunk.drops) for chunk in reader.chunks()] == [0]
 
 
 def test_drops_at_the_end_are_counted_too(tmp_path: Path) -> None:

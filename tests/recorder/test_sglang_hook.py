@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +16,9 @@ import torch
 
 import allocator
 from allocator.errors import AllocatorError
+from recorder.engines.sglang import SglangHooks
+from recorder.engines.sglang_header import Engine
+from recorder.hooks import MissingFunction
 from recorder.process import Recorder
 from recorder.staging import Staging
 from recorder.state_digest import mix64_on_device
@@ -249,6 +257,116 @@ class Finished:
 
     def query(self) -> bool:
         return True
+
+
+def test_one_event_announced_to_pools_one_after_another_keeps_its_number(tmp_path: Path) -> None:
+    recorder = Recorder(settings(tmp_path))
+    hooked(recorder)
+    try:
+        full, swa = two_ends()
+        first, second = Finished(), Finished()
+        full.set_latest_forward_done_event(first)
+        full.set_latest_forward_done_event(second)
+        swa.set_latest_forward_done_event(first)
+        swa.set_latest_forward_done_event(second)
+    finally:
+        recorder.stop()
+    assert [event[2] for event in events_of(recorder.sessions[0].path)] == [1, 2, 1, 2]
+
+
+class WithItsOwnAlloc(allocator.MultiEndedAllocator):
+    """Somebody's subclass."""
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        return super().alloc(need_size)
+
+
+def test_methods_that_a_subclass_defines_anew_are_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.allocator.pools.MultiEndedAllocator", WithItsOwnAlloc)
+    before = dict(vars(WithItsOwnAlloc))
+    recorder = Recorder(settings(tmp_path))
+    hooked(recorder)
+    try:
+        full, _ = two_ends()
+        full.free(full.alloc(8))
+    finally:
+        recorder.stop()
+    assert [event[0] for event in events_of(recorder.sessions[0].path)] == ["ALLOC", "FREE"]
+    assert dict(vars(WithItsOwnAlloc)) == before
+
+
+def test_an_allocator_without_a_flush_is_not_recorded(tmp_path: Path) -> None:
+    class MultiEndedAllocator:
+        def __init__(self) -> None: ...
+
+        def alloc(self, need_size: int) -> None: ...
+
+    recorder = Recorder(settings(tmp_path))
+    with pytest.raises(MissingFunction, match="has no alloc_extend"):
+        SglangHooks(recorder, Engine("fork", "", same_placement=False)).attach(
+            SimpleNamespace(MultiEndedAllocator=MultiEndedAllocator)
+        )
+    recorder.stop()
+
+
+def test_a_buffer_that_is_given_up_ends_its_file_and_its_thread(tmp_path: Path) -> None:
+    recorder = Recorder(settings(tmp_path))
+    hooked(recorder)
+    threads = threading.active_count()
+    try:
+        for number in range(3):
+            pools = two_ends()
+            pools[0].alloc(8)
+            session = recorder.sessions[number]
+            assert session.is_writing
+            del pools
+            gc.collect()
+            end = time.monotonic() + 20
+            while not session.path.exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        end = time.monotonic() + 20
+        while threading.active_count() > threads:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        recorder.stop()
+    assert len({each.path for each in recorder.sessions}) == 3
+    for each in recorder.sessions:
+        assert [event[0] for event in events_of(each.path)] == ["ALLOC"]
+
+
+def test_blocking_does_not_wait_for_the_event_that_is_being_captured(tmp_path: Path) -> None:
+    """Its lists fit one by one and not together: it is dropped, and counted, instead of waiting for itself."""
+    recorder = Recorder(settings(tmp_path, memory=4 << 20, on_overflow="block"))
+    hooked(recorder)
+    try:
+        full, _ = two_ends(total_bytes=1 << 20)
+        event, ids = Finished(), torch.full((70_000,), 5)
+        full.alloc(4)
+        with pytest.raises(AllocatorError):
+            full.free(ids, _pages=ids)
+        full.set_latest_forward_done_event(event)
+    finally:
+        recorder.stop()
+    session = recorder.sessions[0]
+    assert session.dropped == 1
+    assert [each[0] for each in events_of(session.path)] == ["ALLOC", "SET_LATEST_FORWARD_DONE_EVENT"]
+
+
+def test_a_copy_of_an_allocator_is_not_recorded(tmp_path: Path) -> None:
+    recorder = Recorder(settings(tmp_path))
+    hooked(recorder)
+    try:
+        full, _ = two_ends()
+        full.alloc(4)
+        copied = copy.deepcopy(full)
+        copied.alloc(4)
+    finally:
+        recorder.stop()
+    assert len(events_of(recorder.sessions[0].path)) == 1
 
 
 def test_an_event_that_is_recorded_anew_is_a_new_forward(tmp_path: Path) -> None:

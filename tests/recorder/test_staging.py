@@ -137,8 +137,8 @@ def test_who_may_wait_waits_for_memory_instead_of_losing_ids() -> None:
     waits: list[int] = []
     held: list[Any] = []
 
-    def may_wait() -> bool:
-        waits.append(len(held))
+    def may_wait(so_far: int) -> bool:
+        waits.append(so_far)
         if len(waits) == 3:
             staging.release(held.pop())
         return True
