@@ -70,7 +70,7 @@ class Tape:
     def begin(self) -> Session:
         """The session, with the header that says what the sub-pools are."""
         allocators = [allocator for reference in self.allocators if (allocator := reference()) is not None]
-        served = self.recorder.settings.provenance == "recorded"
+        served = self.recorder.settings.provenance != "driven"
         header = header_of(allocators, self.engine, served=served)
         # A digest costs time with the size of the tables: 1 ms for 200,000 pages, on the engine's thread where that is a CPU.
         rows = sum(pool.num_virtual_ids for pool in header.pools)

@@ -137,7 +137,7 @@ def test_a_scheduler_that_is_killed_leaves_a_prefix_that_replays(tmp_path: Path)
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0
-    assert "without closing the file" in said
+    assert "the recorded process" in said
     (path,) = tmp_path.glob("run.*.msgpack.zst")
     outcome = check_replay(path)
     assert outcome.events > 100
