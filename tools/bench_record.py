@@ -81,6 +81,12 @@ def stand_in() -> type[Any]:
         def _flush(self, *, urgent: bool) -> int:
             return 0
 
+        def set_latest_forward_done_event(self, event: Any) -> None:
+            return None
+
+        def clear(self) -> None:
+            return None
+
         def set_inflight_forward(self, forward_done: Any, out_cache_loc_virtual: Any) -> None:
             return None
 
