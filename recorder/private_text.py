@@ -18,6 +18,8 @@ _PATHS: Final = re.compile(
 )
 _ACCOUNTS: Final = re.compile(r"[\w.+\-]+@[\w.\-]+")
 _ADDRESSES: Final = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?(?![\w.]*\w)")
+_HOSTS: Final = re.compile(r"(?<![\w.])(?:[A-Za-z0-9\-]+\.){2,}[A-Za-z]{2,}(?![\w.])")
+_LONG_ADDRESSES: Final = re.compile(r"(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![\w:])")
 _WHOLE: Final = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.\-]*://|[A-Za-z]:\\|~|\.{0,2}[/\\])")
 
 
@@ -33,9 +35,13 @@ def without_paths(text: str) -> str:
 
 
 def without_people(text: str) -> str:
-    """`without_paths`, and without `user@host` and IPv4 addresses."""
+    """`without_paths`, and without `user@host`, IPv4 and IPv6 addresses, and host names with their domain. A name in prose ("on Alice's
+    node") is beyond it.
+    """
     text = without_paths(_ACCOUNTS.sub(REMOVED, text))
-    return _ADDRESSES.sub(REMOVED, text)
+    for pattern in (_ADDRESSES, _LONG_ADDRESSES, _HOSTS):
+        text = pattern.sub(REMOVED, text)
+    return text
 
 
 def _last(path: str) -> str:

@@ -328,6 +328,9 @@ def test_paths_become_their_last_component(text: str, expected: str) -> None:
         ("SGLang 0.5.23 on 10.0.0.7:30000", "SGLang 0.5.23 on [removed]"),
         ("by joe@host.acme.com", "by [removed]"),
         ("SGLang 0.5.23.1rc2 ran", "SGLang 0.5.23.1rc2 ran"),
+        ("an H200 in node17.corp.example.com, idle", "an H200 in [removed], idle"),
+        ("peer 2001:db8::8a2e:370:7334 failed", "peer [removed] failed"),
+        ("sglang.Engine at 12:30, page 16", "sglang.Engine at 12:30, page 16"),
     ],
 )
 def test_accounts_and_addresses_go(text: str, expected: str) -> None:
