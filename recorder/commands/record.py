@@ -12,8 +12,15 @@ NAME = "record"
 HELP = "run a serving engine and record what its KV-cache allocators do"
 
 
+EXIT_STATUS = """\
+exit status:
+  that of COMMAND, 128 + n where signal n ended it; 2 usage; 126 it may not be run; 127 there is no such command
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
+    parser.epilog = EXIT_STATUS
     parser.add_argument(
         "-o",
         "--output",
