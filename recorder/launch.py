@@ -44,6 +44,7 @@ def run(command: Sequence[str], environment: dict[str, str]) -> int:
 
     Raises:
         CommandNotStarted: there is no such program, or it cannot be run.
+        CommandNotExecutable: it is there and may not be run.
     """
     on_terminal = _in_foreground()
     try:

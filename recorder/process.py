@@ -120,7 +120,7 @@ class Recorder:
                 self.failure = _sentence(problem)
             log.error("kvtape: recording has ended, the engine goes on: %s", self.failure)
             self._end(f"recording ended early: {self.failure}", wait=False)
-        except Exception:
+        except Exception:  # a logger that raises, a hook that cannot be given back: the wrappers pass calls through all the same
             self.active = False
 
     def stop(self, reason: str = "") -> None:
@@ -190,7 +190,7 @@ def begin(settings: Settings) -> Recorder:
             atexit.register(_at_exit)
             _watch_multiprocessing(None)
             # A forked child of `multiprocessing` forgets its parent's exit functions, then runs these.
-            util.register_after_fork(_recorder.hooks.__class__, _watch_multiprocessing)
+            util.register_after_fork(Hooks, _watch_multiprocessing)
             os.register_at_fork(after_in_child=_in_forked_child)
     return _recorder
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+from .ranks import rank_name
 from .trace import TraceError, TraceReader
 
 _PID_IN_NAME: Final = re.compile(r"\.(\d+)\.msgpack\.zst(\.partial)?$")
@@ -31,7 +32,7 @@ def file_row(report: dict[str, Any]) -> dict[str, Any]:
         pid = int(named[1]) if named else None
     return {
         "file": report["file"],
-        "rank": _rank(report["rank"]),
+        "rank": rank_name(report["rank"]),
         "pid": pid,
         "engine": f"{report['engine']} {report['engine_version']}".strip(),
         "pools": [pool["name"] for pool in report["pools"]],
@@ -67,10 +68,6 @@ def run_report(run: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "files": rows,
         "total": {"files": len(rows), **{name: sum(row[name] for row in rows) for name in TOTALS}},
     }
-
-
-def _rank(rank: dict[str, Any]) -> str:
-    return "-".join(f"{name}{rank[name]}" for name in ("tp", "pp", "dp") if name in rank)
 
 
 def _text(value: Any) -> str:

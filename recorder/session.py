@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from .private_text import without_paths
 from .settings import Settings
-from .staging import Staging, arrived, lost, wait_until
+from .staging import Staging, arrived, lost
 from .trace import EmptyTrace, Header, TraceWriter
 from .trace.limits import CLOSE_CHUNK_IDS
 
@@ -114,6 +114,7 @@ class Session:
     Args:
         path: the file; written as `NAME.partial` until it is closed.
         header: of the trace; the pools are known when the first event comes.
+        staging: what the hooks capture ids with; the writer gives them back to it.
         on_failure: called once, from whichever thread it happens on, with a sentence, when recording had to end.
     """
 
@@ -283,7 +284,17 @@ class Session:
     def _finish(self, sink: Sink) -> None:
         """Write the rest; device copies still under way are given some seconds."""
         while self.queue:
-            if not self._drain(sink) and not wait_until(lambda: arrived(self.queue[0]), CLOSE_SECONDS / 2):
+            if not self._drain(sink) and not _wait_until(lambda: arrived(self.queue[0]), CLOSE_SECONDS / 2):
                 left = len(self.queue)
                 self.reason = self.reason or f"{left} events were still on the device when recording ended"
                 self.queue.clear()
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float, pause: float = 0.002) -> bool:
+    """Whether `condition()` became true within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from ctypes import string_at
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +24,7 @@ SMALL_IDS: Final = 64
 """Up to so many ids a copy is not counted one by one against the queue's memory: ITEM_BYTES of a session has room for it."""
 
 
-class Staged(Protocol):
-    """Ids on their way to the host."""
-
-    def ready(self) -> bool: ...
-
-    def take(self) -> Int64Array: ...
-
-
-Captured: TypeAlias = "list[int] | bytes | Int64Array | Staged | _Lost | None"
+Captured: TypeAlias = "list[int] | bytes | Int64Array | StagedIds | _Lost | None"
 """Ids as they wait in the queue: `bytes` are int64 in this machine's order."""
 
 
@@ -239,13 +231,3 @@ def arrived(item: tuple[Any, ...]) -> bool:
 def lost(item: tuple[Any, ...]) -> bool:
     """Whether ids of a queued event were lost."""
     return any(field is LOST or (type(field) is tuple and lost(field)) for field in item)
-
-
-def wait_until(condition: Any, seconds: float, pause: float = 0.002) -> bool:
-    """Whether `condition()` became true within `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-    return True

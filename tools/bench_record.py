@@ -1,9 +1,9 @@
 """What recording costs the engine's thread: each kind of call bare and hooked, in one run, with a writer thread at work.
 
-    python tools/bench_record.py                    calls on stand-ins that do nothing: the hook's own time
-    SGLANG_ENV/bin/python tools/bench_record.py     the same on SGLang's own allocator beside it, if SGLang is installed
+    PYTHONPATH=. python tools/bench_record.py
 
-Times are medians of many rounds, bare and hooked calls alternating; on a shared machine only differences within a run mean something.
+The calls are made on a stand-in whose methods do nothing, so what is added is the hook's own time. Times are medians of many rounds, bare
+and hooked calls alternating; on a shared machine only differences within a run mean something.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def calls_on(allocator: Any, ids: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def median_us(call: Callable[[], Any], repeat: int) -> float:
-    """Median over rounds of the time of one call, in microseconds."""
+def mean_us(call: Callable[[], Any], repeat: int) -> float:
+    """Time of one of `repeat` calls in a row, in microseconds."""
     start = time.perf_counter_ns()
     for _ in range(repeat):
         call()
@@ -134,8 +134,8 @@ def measure(ids: int, rounds: int, repeat: int, folder: Path) -> dict[str, dict[
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in bare}
     for _ in range(rounds):
         for name, (without, with_hook) in times.items():
-            without.append(median_us(bare[name], repeat))
-            with_hook.append(median_us(hooked[name], repeat))
+            without.append(mean_us(bare[name], repeat))
+            with_hook.append(mean_us(hooked[name], repeat))
             time.sleep(0.002)  # the writer thread catches up, as it does between an engine's steps
     recorder.stop()
     dropped = sum(session.dropped for session in recorder.sessions)

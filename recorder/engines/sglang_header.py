@@ -69,11 +69,6 @@ def header_of(allocators: list[Any], engine: Engine, *, served: bool) -> Header:
     )
 
 
-def rank_of(rank: dict[str, Any]) -> str:
-    """A rank as it stands in a file's name."""
-    return "-".join(f"{name}{rank[name]}" for name in ("tp", "pp", "dp") if name in rank) or "tp0"
-
-
 def _pool(allocator: Any) -> PoolHeader:
     kind, layout, note = _layout(allocator.spec)
     extra: dict[str, Any] = dict(note)

@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from recorder.engines.sglang_tape import Tape, write_mark
+from recorder.engines.blocks import put_mark
+from recorder.engines.sglang_tape import Tape
 from recorder.trace import MarkCode
 
 if TYPE_CHECKING:
@@ -96,9 +97,8 @@ class RequestHooks:
                 return
             tokens = len(req.origin_input_ids) + len(req.output_ids)
             for tape in self._tapes:
-                session = tape.session
-                if session is not None and session.has_room():
-                    session.queue.append((write_mark, session.clock_ns(), int(code), tokens, req.rid))
+                if tape.session is not None:
+                    put_mark(tape.session, code, tokens, req.rid)
         except Exception as problem:
             self._recorder.fail(problem)
 

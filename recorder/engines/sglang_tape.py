@@ -6,11 +6,12 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from recorder.engines.sglang_header import Engine, header_of, rank_of
+from recorder.engines.sglang_header import Engine, header_of
+from recorder.ranks import rank_name
 from recorder.session import NOT_EVENTS, Item, Session, Sink
 from recorder.staging import Captured
 from recorder.state_digest import mix64_on_device
-from recorder.trace import NONE, UNSET, EventKind, StateRow
+from recorder.trace import NONE, UNSET, StateRow
 
 if TYPE_CHECKING:
     from recorder.process import Recorder
@@ -21,6 +22,8 @@ NO_ARGUMENTS: Final[Arguments] = (NONE, NONE, None, None, None)
 ALLOCATES: Final = 2
 COUNTS: Final = 1
 NO_RESULT: Final = 0
+LARGE_TABLES: Final = 200_000
+"""Rows of all tables of a buffer above which states are taken less often."""
 
 
 class SubPool:
@@ -75,7 +78,7 @@ class Tape:
         # A digest costs time with the size of the tables: 1 ms for 200,000 pages, on the engine's thread where that is a CPU.
         rows = sum(pool.num_virtual_ids for pool in header.pools)
         self.state_every = self.recorder.settings.state_every * max(1, rows // LARGE_TABLES)
-        self.session = self.recorder.open(self.engine.name, rank_of(header.rank), header)
+        self.session = self.recorder.open(self.engine.name, rank_name(header.rank), header)
         return self.session
 
     def put_state(self, session: Session) -> None:
@@ -141,16 +144,6 @@ def write_call(sink: Sink, item: Item) -> None:
         queries=asked or (),
         trusted=True,
     )
-
-
-def write_mark(sink: Sink, item: Item) -> None:
-    _, time_ns, code, figure, request = item
-    sink.writer.append(
-        EventKind.MARK, time_us=time_ns // 1000, value=code, value2=figure, request=sink.request(request)
-    )
-
-
-LARGE_TABLES: Final = 200_000
 
 
 def _write_state(sink: Sink, item: Item) -> None:

@@ -21,8 +21,9 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from recorder.engines.blocks import LiveBlocks, put_mark, write_hand_out, write_release, write_reset
-from recorder.engines.vllm_header import header_of, rank_of
+from recorder.engines.vllm_header import header_of
 from recorder.hooks import MissingFunction
+from recorder.ranks import rank_name
 from recorder.session import Item, Session, Sink
 from recorder.trace import MarkCode
 
@@ -83,7 +84,7 @@ class Tape:
         header = header_of(self._pool(), self._cache, self._engine, self._on_host, installed_version() or "")
         pool = header.pools[0]
         self.live = LiveBlocks(0, pool.name, pool.page_size, self._recorder.settings.state_every)
-        self.session = self._recorder.open(NAME, rank_of(header.rank), header)
+        self.session = self._recorder.open(NAME, rank_name(header.rank), header)
         # A pool that is given up ends its file, and with it the writer thread.
         weakref.finalize(self._pool(), self.session.close, "", 0.0).atexit = False
         return self.session

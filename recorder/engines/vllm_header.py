@@ -95,11 +95,6 @@ def header_of(pool: Any, cache: Any, engine: Any, on_host: bool, version: str) -
     )
 
 
-def rank_of(rank: dict[str, Any]) -> str:
-    """A rank as it stands in a file's name."""
-    return "-".join(f"{name}{rank[name]}" for name in ("tp", "pp", "dp"))
-
-
 def _block(pool: Any, cache: Any) -> tuple[int, int, dict[str, Any]]:
     """(tokens, bytes, notes) of a block. All groups of layers share the blocks, so a block has the same bytes whosever it is."""
     sizes = {int(group.kv_cache_spec.block_size) for group in getattr(cache, "kv_cache_groups", ())}

@@ -69,7 +69,7 @@ class MarkCode(enum.IntEnum):
     CACHE_RESET = 6
     """The prefix cache was emptied."""
     TRANSFER = 7
-    """The engine told the allocator of a host transfer's event; placement does not depend on it [event, or -1]."""
+    """The engine told the allocator of a host transfer's event [event, or -1]. No recorder writes it yet."""
 
 
 NONE: Final = -1
