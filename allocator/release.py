@@ -108,9 +108,11 @@ class ReleasingBand(MappedBand):
         return self.lazy_compaction
 
     def _free_pages(self, virtual_pages: torch.Tensor, *, may_repeat: bool) -> None:
+        if not self.lazy_compaction:
+            # First: looking for repeats leaves the inverse table's rows in a state in which only a free may leave them.
+            self._require_open_gate()
         physical_pages = self._require_live(virtual_pages, may_repeat=may_repeat)
         if not self.lazy_compaction:
-            self._require_open_gate()
             self._order_after_readers()
         self._tables.unbind(virtual_pages, physical_pages)
         if self._ids is not None:

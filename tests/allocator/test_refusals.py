@@ -133,6 +133,9 @@ def test_eager_compaction_does_not_move_behind_a_gate() -> None:
     with pytest.raises(MoveGateClosedError):
         full.free(ids(8))
     assert whole_state(full) == before
+    with pytest.raises(MoveGateClosedError):
+        full.free_segment(torch.arange(8, 16), start_pos=0)
+    assert whole_state(full) == before
 
 
 def test_only_the_owner_hands_out_ids() -> None:
