@@ -18,9 +18,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recorder.engines.registry import matches
 from recorder.engines.sglang_arguments import Reader, readers
+from recorder.engines.sglang_batches import batch_wrapper
 from recorder.engines.sglang_header import SAME_PLACEMENT, Engine
 from recorder.engines.sglang_requests import RequestHooks, definer
-from recorder.engines.sglang_tape import ALLOCATES, NO_RESULT, Arguments, Tape, write_call
+from recorder.engines.sglang_tape import (
+    ALLOCATES,
+    DISAGG_GATE,
+    MARK,
+    NO_RESULT,
+    TRANSFER_GATE,
+    Arguments,
+    Tape,
+    write_call,
+)
 from recorder.hooks import MissingFunction
 from recorder.process import ThreadState
 from recorder.session import Session
@@ -39,7 +49,6 @@ ALLOCATOR_MODULES: Final = (
     "sglang.srt.mem_cache.multi_ended_allocator",
 )
 SWA_MODULE: Final = "sglang.srt.mem_cache.unified_cache.components.swa"
-MARK: Final = "_kvtape_pool"
 NEEDED: Final = (
     "alloc",
     "alloc_extend",
@@ -51,8 +60,7 @@ NEEDED: Final = (
     "clear",
 )
 """Without one of these a trace would be wrong, so a version that lacks one is not recorded."""
-_DISAGG, _TRANSFER = "disagg_move_gate", "host_transfer_move_gate"
-GATES: Final = (_DISAGG, _TRANSFER)
+GATES: Final = (DISAGG_GATE, TRANSFER_GATE)
 
 
 def installed_version() -> str | None:
@@ -85,12 +93,11 @@ class SglangHooks:
     """Makes the wrappers. One instance a recording; the wrappers hold it and, through it, the recorder."""
 
     def __init__(self, recorder: Recorder, engine: Engine) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._engine = engine
         self._calls = recorder.calls
         self._capture = recorder.staging.capture
         self._tapes: dict[int, Tape] = {}
-        self._state_every = recorder.settings.state_every
         self._last_event = 0
         self._asked_classes: set[type] = set()
         self._readers = readers(self._capture, self._number)
@@ -98,8 +105,8 @@ class SglangHooks:
 
     def attach(self, module: Any) -> None:
         """Wrap the allocators of `module` (SGLang's, or another with classes of these names and methods), and what is beside them."""
-        hooks = self._recorder.hooks
-        self._recorder.on_stop(self._take_marks_off)
+        hooks = self.recorder.hooks
+        self.recorder.on_stop(self._take_marks_off)
         hooks.require(definer(module.MultiEndedAllocator, "__init__"), "__init__", self._constructor)
         for name in NEEDED:
             if definer(module.MultiEndedAllocator, name) is None:
@@ -108,7 +115,7 @@ class SglangHooks:
             if owner is not None:
                 self._wrap_methods(owner)
         self._attach_transfer()
-        RequestHooks(self._recorder, self._tapes.values()).attach()
+        RequestHooks(self.recorder, self._tapes.values()).attach()
 
     def _wrap_methods(self, owner: type) -> None:
         """Wrap the methods of a class, each where it is defined and once."""
@@ -116,29 +123,30 @@ class SglangHooks:
             defining = definer(owner, name)
             if defining is not None and (defining, name) not in self._wrapped:
                 self._wrapped.add((defining, name))
-                self._recorder.hooks.wrap(
-                    defining, name, partial(self._call, kind=kind, form=form, read=read)
+                make = batch_wrapper(self, vars(defining)[name], name) or partial(
+                    self._call, kind=kind, form=form, read=read
                 )
+                self.recorder.hooks.wrap(defining, name, make)
 
     # -- wrappers
 
     def _constructor(self, original: Any) -> Any:
         def __init__(allocator: Any, *args: Any, **kwargs: Any) -> None:
             original(allocator, *args, **kwargs)
-            if self._recorder.active:
+            if self.recorder.active:
                 try:
                     buffer = getattr(allocator, "unified_buffer", None)
                     if buffer is None or MARK in allocator.__dict__:
                         return
                     tape = self._tapes.get(id(buffer))
                     if tape is None or tape.buffer() is not buffer:
-                        tape = self._tapes[id(buffer)] = Tape(self._recorder, buffer, self._engine)
+                        tape = self._tapes[id(buffer)] = Tape(self.recorder, buffer, self._engine)
                         weakref.finalize(buffer, self._buffer_is_gone, id(buffer), tape).atexit = False
                     tape.add(allocator)
                     # A subclass of somebody else's may define methods anew.
                     self._wrap_methods(type(allocator))
                 except Exception as problem:
-                    self._recorder.fail(problem)
+                    self.recorder.fail(problem)
 
         return __init__
 
@@ -151,10 +159,9 @@ class SglangHooks:
 
     def _call(self, original: Any, kind: EventKind, form: int, read: Reader) -> Any:
         """The wrapper of one method. Written for the engine's thread: what is not needed for most calls is elsewhere."""
-        recorder, calls, capture = self._recorder, self._calls, self._capture
+        recorder, calls, capture = self.recorder, self._calls, self._capture
         number, shown_when_nested, asks_gates = int(kind), kind in _SHOWN_WHEN_NESTED, kind in _ASKS_GATES
         announces = kind in _ANNOUNCES
-        state_every = self._state_every
 
         def recorded(allocator: Any, *args: Any, **kwargs: Any) -> Any:
             here = calls.here
@@ -169,9 +176,9 @@ class SglangHooks:
                 if not depth:
                     here.asked = None
                     if asks_gates and (
-                        attributes.get(_DISAGG) is not None or attributes.get(_TRANSFER) is not None
+                        attributes.get(DISAGG_GATE) is not None or attributes.get(TRANSFER_GATE) is not None
                     ):
-                        self._listen_to_gates(pool.tape, allocator)
+                        self.listen_to_gates(pool.tape, allocator)
                 if announces:
                     here.pool = pool
                 if (len(pool.queue) < session.most_items and not session.drops_waiting) or session.has_room():
@@ -185,7 +192,7 @@ class SglangHooks:
                 here.depth = depth
                 if arguments is not None:
                     # The call that raised is the event somebody will want to see.
-                    self._put(session, number, pool.number, here, arguments, depth)
+                    self.put(session, number, pool.number, here, arguments, depth)
                 raise
             here.depth = depth
             if arguments is not None:
@@ -206,18 +213,20 @@ class SglangHooks:
                             None if depth else here.asked,
                         )
                     )
-                    if state_every and not depth:
+                    if not depth:
                         tape = pool.tape
-                        tape.calls += 1
-                        if tape.calls % tape.state_every == 0:
+                        tape.calls_to_state -= 1
+                        if tape.calls_to_state == 0:  # below from the start where no states are wanted
                             tape.put_state(session)
                 except Exception as problem:
                     recorder.fail(problem)
             return result
 
+        # Code of its own for each method: Python 3.11 and later specialise code to what it calls, and that differs here.
+        recorded.__code__ = recorded.__code__.replace(co_name=original.__name__)
         return recorded
 
-    def _put(
+    def put(
         self, session: Session, kind: int, pool: int, here: ThreadState, arguments: Arguments, depth: int = 0
     ) -> None:
         """Queue an event without a result, off the beaten track. Never raises."""
@@ -240,7 +249,7 @@ class SglangHooks:
                 )
             )
         except Exception as problem:
-            self._recorder.fail(problem)
+            self.recorder.fail(problem)
 
     def _number(self, event: Any) -> int:
         """The number of a forward's event: rises from launch to launch. An event that is recorded anew is a new one."""
@@ -249,7 +258,7 @@ class SglangHooks:
         cls = type(event)
         if cls not in self._asked_classes:
             self._asked_classes.add(cls)
-            self._recorder.hooks.wrap(definer(cls, "query"), "query", self._query)
+            self.recorder.hooks.wrap(definer(cls, "query"), "query", self._query)
         number = getattr(event, "_kvtape_number", 0)
         pool = self._calls.here.pool
         last = 0 if pool is None else pool.last_event
@@ -262,7 +271,7 @@ class SglangHooks:
         return int(number)
 
     def _query(self, original: Any) -> Any:
-        recorder, calls = self._recorder, self._calls
+        recorder, calls = self.recorder, self._calls
 
         def query(event: Any) -> Any:
             answer = original(event)
@@ -277,7 +286,7 @@ class SglangHooks:
 
         return query
 
-    def _listen_to_gates(self, tape: Tape, allocator: Any) -> None:
+    def listen_to_gates(self, tape: Tape, allocator: Any) -> None:
         attributes = allocator.__dict__
         for slot in GATES:
             gate = attributes.get(slot)
@@ -291,11 +300,11 @@ class SglangHooks:
             tape.gates[slot] = is_open
             now_open = all(tape.gates.values())
             session = tape.session
-            if now_open != was_open and self._recorder.active and session is not None and session.has_room():
+            if now_open != was_open and self.recorder.active and session is not None and session.has_room():
                 arguments = (int(now_open), NONE, None, None, None)
-                self._put(session, int(EventKind.MOVE_GATE), NONE, ThreadState(), arguments)
+                self.put(session, int(EventKind.MOVE_GATE), NONE, ThreadState(), arguments)
         except Exception as problem:
-            self._recorder.fail(problem)
+            self.recorder.fail(problem)
 
     # -- what passes the allocators by
 
@@ -307,10 +316,10 @@ class SglangHooks:
             return  # before 0.5.20
         for owner in vars(module).values():
             if isinstance(owner, type) and "_transfer_swa_pages" in vars(owner):
-                self._recorder.hooks.wrap(owner, "_transfer_swa_pages", self._transfer)
+                self.recorder.hooks.wrap(owner, "_transfer_swa_pages", self._transfer)
 
     def _transfer(self, original: Any) -> Any:
-        recorder, calls = self._recorder, self._calls
+        recorder, calls = self.recorder, self._calls
 
         def transfer(component: Any, allocator: Any, full_value: Any, incoming_full_value: Any) -> Any:
             answer = original(component, allocator, full_value, incoming_full_value)
@@ -325,7 +334,7 @@ class SglangHooks:
                             here.asked = None
                             _, incoming = component._page_pairs(full_value, incoming_full_value)
                             pages = (NONE, NONE, self._capture(incoming), None, None)
-                            self._put(session, int(EventKind.UNBIND), pool.number, here, pages)
+                            self.put(session, int(EventKind.UNBIND), pool.number, here, pages)
                 except Exception as problem:
                     recorder.fail(problem)
             return answer

@@ -11,7 +11,7 @@ from recorder.trace import NONE, EventKind
 
 Reader = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
-_EXTEND: Final = (
+EXTEND: Final = (
     "prefix_lens",
     "prefix_lens_cpu",
     "seq_lens",
@@ -20,7 +20,7 @@ _EXTEND: Final = (
     "extend_num_tokens",
     "num_new_pages",
 )
-_DECODE: Final = ("seq_lens", "seq_lens_cpu", "last_loc")
+DECODE: Final = ("seq_lens", "seq_lens_cpu", "last_loc")
 _SIDES: Final = {"low": 0, "high": 1}
 
 
@@ -38,15 +38,15 @@ def readers(
         return int(args[0] if args else kwargs["need_size"]), NONE, None, None, None
 
     def extend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        if kwargs or len(args) != len(_EXTEND):
-            given = dict.fromkeys(_EXTEND) | dict(zip(_EXTEND, args, strict=False)) | kwargs
-            args = tuple(given[name] for name in _EXTEND)
+        if kwargs or len(args) != len(EXTEND):
+            given = dict.fromkeys(EXTEND) | dict(zip(EXTEND, args, strict=False)) | kwargs
+            args = tuple(given[name] for name in EXTEND)
         prefix, prefix_twin, seq, seq_twin, last, tokens, pages = args
         return (
             int(tokens),
             NONE if pages is None else int(pages),
-            capture(_on_host(prefix, prefix_twin)),
-            capture(_on_host(seq, seq_twin)),
+            capture(on_host(prefix, prefix_twin)),
+            capture(on_host(seq, seq_twin)),
             capture(last),
         )
 
@@ -54,9 +54,9 @@ def readers(
         if len(args) == 3:
             lens, twin, last = args
         else:
-            given = dict(zip(_DECODE, args, strict=False), **kwargs)
+            given = dict(zip(DECODE, args, strict=False), **kwargs)
             lens, twin, last = given["seq_lens"], given["seq_lens_cpu"], given["last_loc"]
-        return NONE, NONE, None, capture(_on_host(lens, twin)), capture(last)
+        return NONE, NONE, None, capture(on_host(lens, twin)), capture(last)
 
     def ids(name: str) -> Reader:
         def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -135,7 +135,7 @@ def readers(
     }
 
 
-def _on_host(device_tensor: Any, host_twin: Any) -> Any:
+def on_host(device_tensor: Any, host_twin: Any) -> Any:
     """Of two tensors with the same lengths the one that is read for nothing."""
     if host_twin is not None and not device_tensor.is_cpu:
         return host_twin

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 Arguments = tuple[int, int, Captured, Captured, Captured]
 """value, value2, list0, list1, list2 of an event."""
 NO_ARGUMENTS: Final[Arguments] = (NONE, NONE, None, None, None)
+MARK: Final = "_kvtape_pool"
+"""Attribute of an allocator that is recorded: its SubPool."""
+DISAGG_GATE: Final = "disagg_move_gate"
+TRANSFER_GATE: Final = "host_transfer_move_gate"
 ALLOCATES: Final = 2
 COUNTS: Final = 1
 NO_RESULT: Final = 0
@@ -59,8 +63,8 @@ class Tape:
         self.buffer = weakref.ref(buffer)
         self.allocators: list[Any] = []
         self.session: Session | None = None
-        self.calls = 0
-        self.state_every = 1
+        self.state_every = 0
+        self.calls_to_state = 0
         self.gates: dict[str, bool] = {}
 
     def add(self, allocator: Any) -> None:
@@ -78,11 +82,13 @@ class Tape:
         # A digest costs time with the size of the tables: 1 ms for 200,000 pages, on the engine's thread where that is a CPU.
         rows = sum(pool.num_virtual_ids for pool in header.pools)
         self.state_every = self.recorder.settings.state_every * max(1, rows // LARGE_TABLES)
+        self.calls_to_state = self.state_every
         self.session = self.recorder.open(self.engine.name, rank_name(header.rank), header)
         return self.session
 
     def put_state(self, session: Session) -> None:
         """Queue the state of every sub-pool: counts the allocators keep, digests of the tables computed on their device."""
+        self.calls_to_state = self.state_every
         capture = self.recorder.staging.capture
         pools: list[tuple[str, dict[str, int], Captured, Captured]] = []
         for reference in self.allocators:
@@ -133,8 +139,8 @@ def write_call(sink: Sink, item: Item) -> None:
         kind,
         pool=pool,
         time_us=time_ns // 1000,
-        value=value,
-        value2=value2,
+        value=int(value),
+        value2=int(value2),
         list0=ids(list0),
         list1=ids(list1),
         list2=ids(list2),
