@@ -16,6 +16,7 @@ def install(fault: str) -> None:
     """Plant ``dying writer``, ``raising hook`` or ``full disk``; nothing for an empty name."""
     if not fault:
         return
+    import recorder.engines.sglang_batches
     import recorder.staging
     import recorder.trace.writer
     from recorder.trace import TraceWriter
@@ -23,14 +24,18 @@ def install(fault: str) -> None:
     count = itertools.count()
 
     if fault == "raising hook":
-        copy = recorder.staging.string_at
+        memory = recorder.staging.MEMORY
 
-        def string_at(*args: Any) -> bytes:
-            if next(count) == HOOK_FAILS_AT:
-                raise RuntimeError("a fault planted in the hook")
-            return copy(*args)
+        class Memory:
+            """Gives copies of this process's memory, until it fails."""
 
-        recorder.staging.string_at = string_at
+            def __getitem__(self, part: slice) -> bytes:
+                if next(count) == HOOK_FAILS_AT:
+                    raise RuntimeError("a fault planted in the hook")
+                copied: bytes = memory[part]
+                return copied
+
+        recorder.staging.MEMORY = recorder.engines.sglang_batches.MEMORY = Memory()  # type: ignore[misc]
     elif fault == "dying writer":
         append = TraceWriter.append
 
