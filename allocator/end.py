@@ -6,16 +6,39 @@ the same name (``mem_cache/allocator/unified_sub_pool.py``); placement is pinned
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from allocator.errors import OutOfRoomError
+from allocator.errors import ConfigurationError, OutOfRoomError
+from allocator.lookup import DEFAULT_STRATEGY, DEVICE_STRATEGY
 from allocator.plan import boundary_holes, plan_moves
 from allocator.release import ReleasingBand
 from allocator.sequences import decode_token_ids, extend_token_ids, new_pages_decode, new_pages_extend
 
 
 class MultiEndedAllocator(ReleasingBand):
-    """Hands out virtual token ids, keeps their pages packed at one end of the buffer. Takes the arguments of `MappedBand`."""
+    """Hands out virtual token ids, keeps their pages packed at one end of the buffer. Takes the arguments of `MappedBand`.
+
+    With ``strategy="device"`` what is made is a `allocator.device_end.DeviceMultiEndedAllocator`, whose placement is the same.
+    """
+
+    def __new__(cls, **arguments: Any) -> MultiEndedAllocator:
+        return super().__new__(cls._class_for(arguments.get("strategy", DEFAULT_STRATEGY)))
+
+    @classmethod
+    def _class_for(cls, strategy: str) -> type[MultiEndedAllocator]:
+        """The class that is made when this one is asked for with ``strategy``."""
+        from allocator.device_end import DeviceMultiEndedAllocator
+
+        if strategy != DEVICE_STRATEGY or issubclass(cls, DeviceMultiEndedAllocator):
+            return cls
+        if cls is MultiEndedAllocator:
+            return DeviceMultiEndedAllocator
+        raise ConfigurationError(
+            f"{cls.__name__} keeps the flush that plans on the host; for strategy {DEVICE_STRATEGY!r} derive it from "
+            f"{DeviceMultiEndedAllocator.__name__}"
+        )
 
     # -- flush
 

@@ -44,7 +44,12 @@ class PendingReuse:
 
     def __init__(self) -> None:
         self._waiting: dict[ForwardDoneEvent, _Waiting] = {}
-        self.pages_on_host: set[int] = set()
+        self._pages_on_host: set[int] = set()
+
+    @property
+    def pages_on_host(self) -> set[int]:
+        """All waiting pages."""
+        return self._pages_on_host
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

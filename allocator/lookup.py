@@ -51,7 +51,15 @@ def hybrid(
     return lookup(physical_to_virtual, src_list, src_pages, pool)
 
 
-STRATEGIES: dict[str, Lookup] = {"per-row": per_row, "hybrid": hybrid, "batched": batched}
+#: The strategy whose flush makes its plan on the device too (`allocator.device_end`). Where a move is planned on the host all the same
+#: (a float making room), it looks up as ``batched`` does.
+DEVICE_STRATEGY = "device"
+STRATEGIES: dict[str, Lookup] = {
+    "per-row": per_row,
+    "hybrid": hybrid,
+    "batched": batched,
+    DEVICE_STRATEGY: batched,
+}
 DEFAULT_STRATEGY = "batched"
 
 

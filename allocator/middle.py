@@ -14,6 +14,7 @@ import torch
 from allocator.band import Band, Side
 from allocator.end import MultiEndedAllocator
 from allocator.errors import ConfigurationError
+from allocator.lookup import DEVICE_STRATEGY
 
 
 class FloatMultiEndedAllocator(MultiEndedAllocator):
@@ -34,6 +35,19 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
             raise ConfigurationError(
                 f"a float needs a 'float' spec, not {self.grow_direction!r}", pool=self.sub_pool_name
             )
+
+    @classmethod
+    def _class_for(cls, strategy: str) -> type[MultiEndedAllocator]:
+        from allocator.device_middle import DeviceFloatMultiEndedAllocator
+
+        if strategy != DEVICE_STRATEGY or issubclass(cls, DeviceFloatMultiEndedAllocator):
+            return cls
+        if cls is FloatMultiEndedAllocator:
+            return DeviceFloatMultiEndedAllocator
+        raise ConfigurationError(
+            f"{cls.__name__} reads its holes on the host; for strategy {DEVICE_STRATEGY!r} derive it from "
+            f"{DeviceFloatMultiEndedAllocator.__name__}"
+        )
 
     def clear(self) -> None:
         #: Requests take holes from the two ends of the hole list in turn; only one that took some turns it.

@@ -1,0 +1,70 @@
+"""Which page moves where, worked out on the device: tensors in, tensors out, nothing read.
+
+The rule is that of `allocator.plan`, which walks over pages one by one. Why both give the same moves:
+
+Number the band's pages from the frontier: place ``x = 0`` is next to the watermark. Let ``s_0 < s_1 < ...`` be the places of live pages
+and ``d_0 > d_1 > ...`` those of holes, farthest first. The walk sends ``s_j`` to ``d_j`` until the cursors meet, so move ``j`` happens
+exactly if ``s_j < d_j`` (and no page before or at it is blocked, and ``j`` is below the cap); as ``s`` rises and ``d`` falls, the moves
+are the first ``m`` of them, ``m`` being how many ``j`` satisfy that. Two facts keep this cheap:
+
+- *Only a window is looked at.* If ``s_j < d_j``, then all ``j + 1`` holes filled so far lie beyond ``s_j``, so at most ``H - j - 1`` holes
+  and ``P`` pending pages lie before it beside ``j`` live ones: ``s_j < H + P``. The window has ``H + P`` places, whatever the pool's size.
+- *Holes need no search.* Sorted, hole number ``i`` from the frontier touches it exactly if its place is ``i``; and once a place is
+  greater than its number, so are all after it. The boundary holes are as many as satisfy the equation.
+
+An urgent pass has no pending pages and no blocks. Its window has ``H`` places, ``k`` of them live, hence ``k`` holes lie beyond it, and
+``s_j < H <= d_j`` for the first ``k`` and no more: ``m = k``, and afterwards the whole window is vacant. So the watermark retreats by
+``H``, a length, before anybody knows ``m``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Sources(NamedTuple):
+    """``rank[x]``: how many of the first ``x + 1`` places of a window are live, int64 ``[window]``."""
+
+    rank: torch.Tensor
+
+    @property
+    def count(self) -> torch.Tensor:
+        """All live places: int64 ``[1]``."""
+        return self.rank[-1:]
+
+    def places(self, ordinals: torch.Tensor) -> torch.Tensor:
+        """Place of the first, second, ... live page for ``ordinals`` 1, 2, ...; the window's size where there are not that many."""
+        return torch.searchsorted(self.rank, ordinals)
+
+
+def live_places(owners: torch.Tensor) -> Sources:
+    """Live places of a window, given ``physical_to_virtual`` of its pages in the order of places: int64 ``[window]``, not empty."""
+    return Sources(torch.cumsum(owners >= 0, 0))
+
+
+def count_moves(sources: torch.Tensor, targets: torch.Tensor, blocked_from: torch.Tensor | int) -> torch.Tensor:
+    """How many of the pairs are moves, int64 ``[]``.
+
+    Args:
+        sources: places of the first live pages, ascending, int64 ``[n]``; the window's size where there is none.
+        targets: places of the farthest holes, descending, int64 ``[n]``.
+        blocked_from: the first place that may not move, at most the window's size; int64 ``[]`` or a number.
+    """
+    if isinstance(blocked_from, int):
+        limit = targets.clamp(max=blocked_from)
+    else:
+        limit = torch.minimum(targets, blocked_from)
+    return (sources < limit).sum()
+
+
+def first_blocked(physical_pages: torch.Tensor, watermark: int | torch.Tensor, grows_up: bool, window: int) -> torch.Tensor:
+    """The first place of the window that is among ``physical_pages`` (int64 ``[n]``, -1 for none), else the window's size; int64 ``[]``.
+
+    What lies beyond the watermark is not in the band: an id that was freed since has page -1, and for a pool that grows down the place
+    of -1 is negative, for one that grows up it is past any page of the band.
+    """
+    places = (watermark - 1) - physical_pages if grows_up else physical_pages - (watermark + 1)
+    places = torch.where(places < 0, window, places) if not grows_up else places
+    return places.amin().clamp(max=window)
