@@ -55,7 +55,7 @@ class PendingReuse:
         return bool(self._waiting)
 
     def __len__(self) -> int:
-        return len(self.pages_on_host)
+        return len(self._pages_on_host)
 
     def as_mapping(self) -> dict[ForwardDoneEvent, tuple[list[int], list[torch.Tensor]]]:
         """SGLang's shape of the same thing: event to (page numbers, tensors)."""
@@ -66,7 +66,7 @@ class PendingReuse:
         before = len(entry.pages_on_host)
         entry.pages_on_host.extend(pages_on_host)
         entry.batches.append(pages)
-        self.pages_on_host.update(entry.pages_on_host[before:])
+        self._pages_on_host.update(entry.pages_on_host[before:])
 
     def release(self, *, wait: bool) -> list[torch.Tensor]:
         """Batches whose event has fired; with ``wait`` all of them, the stream being ordered after events still open."""
@@ -80,12 +80,12 @@ class PendingReuse:
             fired.append(event)
             released.extend(entry.batches)
         for event in fired:
-            self.pages_on_host.difference_update(self._waiting.pop(event).pages_on_host)
+            self._pages_on_host.difference_update(self._waiting.pop(event).pages_on_host)
         return released
 
     def clear(self) -> None:
         self._waiting.clear()
-        self.pages_on_host.clear()
+        self._pages_on_host.clear()
 
 
 class RunningForward:

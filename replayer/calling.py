@@ -81,6 +81,9 @@ class Caller:
         self.flushes: list[FlushRecord] = []
         if ledger is not None:
             hazards.uncounted = ledger.paused
+            for state in self.by_number:
+                # On a GPU these say themselves that they are page-locked; on a CPU that stands in for one nothing tells.
+                ledger.host(*getattr(state.allocator, "pinned_host_tensors", ()), pinned=True)
         for state in self.by_number:
             self._watch_flushes(state)
 
