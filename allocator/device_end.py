@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from allocator.device_pending import DevicePendingReuse
 from allocator.device_plan import count_moves, first_blocked, live_places
-from allocator.device_release import DeviceReleasingBand
-from allocator.end import MultiEndedAllocator
 from allocator.errors import CorruptMappingError
+from allocator.late_flush import LateFlush
+from allocator.unsettled import PendingBatch
 
 
-class DeviceMultiEndedAllocator(DeviceReleasingBand, MultiEndedAllocator):
-    """`MultiEndedAllocator` with ``strategy="device"``."""
-
-    _pending: DevicePendingReuse
-
-    def clear(self) -> None:
-        self._pending = DevicePendingReuse()
-        super().clear()
+class DeviceMultiEndedAllocator(LateFlush):
+    """`MultiEndedAllocator` with ``strategy="device"``. Here is the flush where numbers are there at once (a CPU); `LateFlush` has the one
+    where they are not."""
 
     # -- flush
 
@@ -35,6 +29,8 @@ class DeviceMultiEndedAllocator(DeviceReleasingBand, MultiEndedAllocator):
             return 0
         self._forward.settle_transfers()
         self._take_back_pending(wait=urgent)
+        if not self._read_back.immediate:
+            return self._pack_late() if urgent else self._pack_in_part_late()
         if not len(self.holes):
             return 0
         return self._pack() if urgent else self._pack_in_part()
@@ -114,11 +110,15 @@ class DeviceMultiEndedAllocator(DeviceReleasingBand, MultiEndedAllocator):
         if reader is None:
             self.holes.add(src_pages)
         else:
-            self._pending.add(reader, (), src_pages)
+            count = src_pages.shape[0]
+            self._hold_back(reader, PendingBatch(src_pages, count, count, count))
 
     def _compact_now(self, freed_pages: torch.Tensor) -> None:
         """Eager mode: as `_pack`, but pages keep their order: the lowest of the window goes to the lowest place freed outside it."""
         freed = torch.sort(freed_pages)[0]
+        if not self._read_back.immediate:
+            self._compact_late(freed)
+            return
         count = freed.shape[0]
         grows_up = self.grow_direction == "up"
         old_mark = self.watermark_physical

@@ -31,8 +31,8 @@ class Sources(NamedTuple):
 
     @property
     def count(self) -> torch.Tensor:
-        """All live places: int64 ``[1]``."""
-        return self.rank[-1:]
+        """All live places: int64 ``[]``."""
+        return self.rank[-1]
 
     def places(self, ordinals: torch.Tensor) -> torch.Tensor:
         """Place of the first, second, ... live page for ``ordinals`` 1, 2, ...; the window's size where there are not that many."""
@@ -65,6 +65,49 @@ def first_blocked(physical_pages: torch.Tensor, watermark: int | torch.Tensor, g
     What lies beyond the watermark is not in the band: an id that was freed since has page -1, and for a pool that grows down the place
     of -1 is negative, for one that grows up it is past any page of the band.
     """
-    places = (watermark - 1) - physical_pages if grows_up else physical_pages - (watermark + 1)
-    places = torch.where(places < 0, window, places) if not grows_up else places
+    if grows_up:
+        places = (watermark - 1) - physical_pages
+    else:
+        places = physical_pages - (watermark + 1)
+        places = torch.where(places < 0, window, places)
     return places.amin().clamp(max=window)
+
+
+def window_pages(numbers: torch.Tensor, watermark: torch.Tensor, *, grows_up: bool, low: int, high: int) -> torch.Tensor:
+    """Pages next to the watermark in the order of places, -1 for those outside ``[low, high)``; int64 ``[window]``.
+
+    Args:
+        numbers: 0, 1, 2, ..., one for each place of the window.
+        watermark: int64 ``[]``.
+        low, high: where the pool's pages begin and end.
+    """
+    if grows_up:
+        pages = (watermark - 1) - numbers
+        return torch.where(pages < low, -1, pages)
+    pages = numbers + (watermark + 1)
+    return torch.where(pages >= high, -1, pages)
+
+
+def unfilled_and_vacated(
+    ascending: torch.Tensor,
+    count: torch.Tensor,
+    vacated: torch.Tensor,
+    numbers: torch.Tensor,
+    *,
+    touching: torch.Tensor,
+    moves: torch.Tensor,
+    grows_up: bool,
+) -> torch.Tensor:
+    """The hole list after a flush: holes that are left, ascending, then the pages vacated by moves; int64 ``[len(ascending)]``, of which
+    the first ``count - touching`` are valid, or without the vacated ones the first ``count - touching - moves``.
+
+    Args:
+        ascending: the holes before, the first ``count`` valid.
+        vacated: sources of the moves, in their order, the first ``moves`` valid.
+    """
+    capacity = ascending.shape[0]
+    row = numbers[:capacity]
+    left = count - touching - moves
+    at = torch.where(row < left, row + (moves if grows_up else touching), row + (capacity - left))
+    both = torch.cat([ascending, vacated])
+    return both[at.clamp(0, both.shape[0] - 1)]

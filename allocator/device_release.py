@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
 
+from allocator.band import Band
+from allocator.end import MultiEndedAllocator
 from allocator.read_back import ReadBack, Ticket
-from allocator.release import ReleasingBand
 
 
-class DeviceReleasingBand(ReleasingBand):
+class DeviceReleasingBand(MultiEndedAllocator):
     """What END pools and floats share of the ``device`` strategy."""
 
     #: How numbers come back from the device.
     read_back_class: type[ReadBack] = ReadBack
-    #: How often the host waited for numbers that could not be done without.
-    blocking_reads = 0
 
     @cached_property
     def _read_back(self) -> ReadBack:
@@ -24,29 +24,88 @@ class DeviceReleasingBand(ReleasingBand):
 
     @cached_property
     def _numbers(self) -> torch.Tensor:
-        """int64 ``[num_pages + 1]``: 0, 1, 2, ...; parts of it are what ``arange`` would make anew."""
-        return torch.arange(self._tables.physical_to_virtual.shape[0], dtype=torch.int64, device=self.device)
+        """int64 ``[number of pages or ids, whichever is more]``: 0, 1, 2, ...; parts of it stand where ``arange`` would be made anew."""
+        longest = max(self.physical_to_virtual.shape[0], self.virtual_to_physical.shape[0])
+        return torch.arange(longest, dtype=torch.int64, device=self.device)
+
+    def _numbers_from_one(self, count: int) -> torch.Tensor:
+        """int64 ``[count]``: 1, 2, ..."""
+        if count < self._numbers.shape[0]:
+            return self._numbers[1 : count + 1]
+        return torch.arange(1, count + 1, dtype=torch.int64, device=self.device)
 
     @property
     def pinned_host_tensors(self) -> list[torch.Tensor]:
         """Page-locked host memory that the device copies to."""
         return self._read_back.pinned_host_tensors
 
-    def _values(self, ticket: Ticket) -> list[int]:
-        """A ticket's numbers; waits for them, and counts it, if they are not there yet."""
-        if not ticket.ready():
-            self.blocking_reads += 1
-            ticket.wait()
+    @property
+    def blocking_reads(self) -> int:
+        """How often the host waited for numbers that a call could not do without."""
+        return self._read_back.blocking_reads
+
+    @staticmethod
+    def _values(ticket: Ticket) -> list[int]:
+        """A ticket's numbers; waits for them if they are not there yet."""
+        ticket.wait()
         return ticket.values()
 
+    # -- pools of this buffer whose numbers are on their way: see `allocator.deferring`
+
+    @property
+    def _is_settled(self) -> bool:
+        return True
+
+    def _poll(self) -> None:
+        """Take in numbers that have arrived. Asks, never waits."""
+
+    def _settle(self) -> None:
+        """Take in all numbers; waits for those that are on their way."""
+
+    def _chain(self) -> Iterator[DeviceReleasingBand]:
+        """All pools of the buffer that may be unsettled."""
+        member: Band = self
+        while member.low_peer is not None:
+            member = member.low_peer
+        following: Band | None = member
+        while following is not None:
+            if isinstance(following, DeviceReleasingBand):
+                yield following
+            following = following.high_peer
+
+    def _poll_chain(self) -> bool:
+        """Poll all pools of the buffer; whether all are settled."""
+        settled = True
+        if self._read_back.immediate:
+            return settled
+        for band in self._chain():
+            band._poll()
+            settled = settled and band._is_settled
+        return settled
+
+    def _settle_chain(self) -> None:
+        if not self._read_back.immediate:
+            for band in self._chain():
+                band._settle()
+
+    def _make_sure_of(self, num_pages: int) -> bool:
+        if not self._poll_chain() and num_pages * self.page_size > self.available_size():
+            # Capacity would be refused on bounds alone: the one time that is worth waiting for.
+            self._settle_chain()
+        return super()._make_sure_of(num_pages)
+
+    # -- free
+
     def _pages_of(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        ids = token_ids.to(torch.int64)
-        if self.page_size == 1:
-            if self._frees_in_order_given():
-                return ids, True
-        else:
-            ids = torch.div(ids, self.page_size, rounding_mode="floor")
+        ids = self._pages_named(token_ids)
+        if self.page_size == 1 and self._frees_in_order_given():
+            return ids, True
         return self._distinct(ids), False
+
+    def _pages_named(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The page of every token id, int64, in the order given."""
+        ids = token_ids.to(torch.int64)
+        return ids if self.page_size == 1 else torch.div(ids, self.page_size, rounding_mode="floor")
 
     def _distinct(self, pages: torch.Tensor) -> torch.Tensor:
         """Ascending, each once, as ``unique`` gives them: sorted, and a page that equals the one before it left out."""
@@ -63,7 +122,3 @@ class DeviceReleasingBand(ReleasingBand):
         changes = torch.cumsum(is_new, 0)
         at = torch.searchsorted(changes, self._numbers_from_one(distinct - 1))
         return torch.cat([ascending[:1], ascending[1:].index_select(0, at)])
-
-    def _numbers_from_one(self, count: int) -> torch.Tensor:
-        """int64 ``[count]``: 1, 2, ..."""
-        return self._numbers[1 : count + 1]

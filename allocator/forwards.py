@@ -105,6 +105,10 @@ class RunningForward:
         else:
             self._writing = (done, out_cache_loc_virtual)
 
+    def stop_writing(self) -> None:
+        """What the forward writes is behind this stream already."""
+        self._writing = None
+
     @property
     def writing(self) -> tuple[ForwardDoneEvent, torch.Tensor] | None:
         return self._writing

@@ -75,6 +75,10 @@ class HoleList:
         """int64 ``[len(self)]`` of physical page ids, in no promised order."""
         return self._pages
 
+    @property
+    def is_sorted(self) -> bool:
+        return self._is_sorted
+
     def set_sorted(self, ascending: torch.Tensor, on_host: list[int] | None = None) -> None:
         """Replace the list by an ascending one; ``on_host`` is the same list where the host has it already."""
         self._pages, self._is_sorted, self._on_host = ascending, True, on_host

@@ -117,9 +117,7 @@ class MappedBand(Band):
     def clear(self) -> None:
         """Back to empty. Tables keep their storage (captured graphs read it); gates and neighbours stay."""
         self._tables.clear()
-        self._ids = (
-            FreeVirtualIds(self.min_page_index, self.num_pages, self.device) if self.is_id_owner else None
-        )
+        self._ids = self._all_ids_free() if self.is_id_owner else None
         self.holes.clear()
         self._pending.clear()
         self._forward.clear()
@@ -128,6 +126,9 @@ class MappedBand(Band):
         self.free_group: list[torch.Tensor] | None = None
         self.free_page_reps_group: list[torch.Tensor] | None = None
         self._reset_watermarks()
+
+    def _all_ids_free(self) -> FreeVirtualIds:
+        return FreeVirtualIds(self.min_page_index, self.num_pages, self.device)
 
     def _reset_watermarks(self) -> None:
         self.watermark_physical = self.min_page_index if self.grow_direction == "up" else self.num_pages - 1

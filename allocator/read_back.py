@@ -2,15 +2,15 @@
 
 The device writes them into page-locked memory by a copy that does not block, and an event behind the copy is only ever *asked*. Where the
 device is the CPU, the copy is done when it returns, so the numbers are there at once; on CUDA they come some time later, and whoever needs
-them before that works with bounds (`allocator.unsettled`) or waits, which is a synchronisation and is counted by the one who does it.
+them before that works with bounds (`allocator.unsettled`) or waits, which is a synchronisation and is counted here.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 #: Read-backs that can be under way at once; an allocator has a handful of calls between two polls.
@@ -20,12 +20,13 @@ WIDTH = 4
 
 
 class Ticket:
-    """One read-back: ask `ready`, then take `values`."""
+    """One read-back: ask `ready`, then take `values`; or `wait` for them."""
 
-    __slots__ = ("_event", "_numbers")
+    __slots__ = ("__weakref__", "_event", "_owner", "_row", "_values")
 
-    def __init__(self, numbers: npt.NDArray[np.int64], event: Any = None) -> None:
-        self._numbers, self._event = numbers, event
+    def __init__(self, owner: ReadBack, row: Any, event: Any = None) -> None:
+        self._owner, self._row, self._event = owner, row, event
+        self._values: list[int] | None = None
 
     def ready(self) -> bool:
         """Whether the numbers are there. Asks, never waits."""
@@ -34,38 +35,103 @@ class Ticket:
         return self._event is None
 
     def wait(self) -> None:
-        """Wait for the device: a synchronisation."""
-        if self._event is not None:
+        """Wait until the numbers are there: a synchronisation, unless they are."""
+        if not self.ready():
+            self._owner.blocking_reads += 1
             self._event.synchronize()
             self._event = None
 
     def values(self) -> list[int]:
-        """The numbers (and what is left of older ones behind them); only once `ready` said so or `wait` returned, and before `ReadBack` has posted `SLOTS` more."""
-        numbers: list[int] = self._numbers.tolist()
-        return numbers
+        """The numbers, and behind them what is left of older ones; only once `ready` said so or `wait` returned."""
+        if self._values is None:
+            self._values = self._row.tolist()
+        return self._values
 
 
 class ReadBack:
-    """Page-locked memory for `SLOTS` read-backs, used in turn. The owner takes a ticket's values before its turn comes again."""
+    """Page-locked memory for `SLOTS` read-backs, used in turn.
+
+    Attributes:
+        immediate: whether numbers are there as soon as they are posted.
+        blocking_reads: how often somebody waited for numbers that could not be done without.
+        pinned_host_tensors: every tensor that the device copies to. On a CPU that stands in for a GPU, who counts synchronisations has to
+            be told that they are page-locked.
+    """
 
     def __init__(self, device: str | torch.device) -> None:
-        self._on_cuda = torch.device(device).type == "cuda"
-        memory = torch.empty(SLOTS, WIDTH, dtype=torch.int64, pin_memory=self._on_cuda)
+        on_cuda = torch.device(device).type == "cuda"
+        self.immediate = not on_cuda
+        self.blocking_reads = 0
+        memory = torch.empty(SLOTS, WIDTH, dtype=torch.int64, pin_memory=on_cuda)
         # One tensor a number, made once: making a view costs as much as the copy.
         self._cells = [list(row.unbind()) for row in memory.unbind()]
-        self._numbers = list(memory.numpy())
+        self._rows = list(memory.numpy())
+        self._tickets: list[weakref.ref[Ticket] | None] = [None] * SLOTS
         self._next = 0
-        #: Every tensor that the device copies to. On a CPU that stands in for a GPU, who counts synchronisations has to be told.
         self.pinned_host_tensors = [memory, *(cell for cells in self._cells for cell in cells)]
 
     def post(self, *numbers: torch.Tensor) -> Ticket:
         """Send numbers (int64, on the device, one element each, at most `WIDTH` of them) on their way."""
         slot = self._next
         self._next = (slot + 1) % SLOTS
+        if not self.immediate:
+            self._vacate(slot)
         for cell, number in zip(self._cells[slot], numbers, strict=False):
             cell.copy_(number, non_blocking=True)
-        if not self._on_cuda:
-            return Ticket(self._numbers[slot])
+        if self.immediate:
+            return Ticket(self, self._rows[slot])
+        ticket = Ticket(self, self._rows[slot], self._mark(numbers))
+        self._tickets[slot] = weakref.ref(ticket)
+        return ticket
+
+    def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
+        """An event behind the copies just queued."""
         event = torch.cuda.Event()
         event.record()
-        return Ticket(self._numbers[slot], event)
+        return event
+
+    def _vacate(self, slot: int) -> None:
+        """Numbers that somebody still wants must be out of the slot before it is used again."""
+        reference = self._tickets[slot]
+        ticket = None if reference is None else reference()
+        if ticket is not None:
+            ticket.wait()
+            ticket.values()
+
+
+class LateCount:
+    """A number that is still on its way and stands where a call answers an ``int``: asking what it is waits for it."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+
+    def __int__(self) -> int:
+        return self._read()
+
+    __index__ = __int__
+
+    def __bool__(self) -> bool:
+        return int(self) != 0
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == int(other) if isinstance(other, (int, LateCount)) else NotImplemented
+
+    def __lt__(self, other: int | LateCount) -> bool:
+        return int(self) < int(other)
+
+    def __gt__(self, other: int | LateCount) -> bool:
+        return int(self) > int(other)
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def __add__(self, other: int | LateCount) -> LateCount:
+        # Sums of flushes are what callers make of the answer (SGLang's composites); they need not wait for that either.
+        return LateCount(lambda: int(self) + int(other))
+
+    __radd__ = __add__
+
+    def __repr__(self) -> str:
+        return str(int(self))

@@ -1,0 +1,233 @@
+"""`DeferringBand`: what an END pool does while numbers of its flushes are on their way from the device.
+
+Calls that need no such number go on as always. The others work on `allocator.unsettled.Registers`, and what the host says about sizes
+are lower bounds. Whatever must be exact (a watermark that is asked for, a request that the bounds would refuse) waits for the device, which
+`blocking_reads` counts.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from allocator.device_pending import DevicePendingReuse
+from allocator.device_release import DeviceReleasingBand
+from allocator.forwards import ForwardDoneEvent
+from allocator.free_lists import FreeVirtualIds
+from allocator.late_lists import BoundedHoleList, LateFreeVirtualIds
+from allocator.read_back import SLOTS
+from allocator.unsettled import Entry, Journal, Numbers, PendingBatch, Registers, Released, Returned, Took
+
+
+class DeferringBand(DeviceReleasingBand):
+    """An END pool that is *settled* (``_journal`` is None; everything is exact) or not."""
+
+    _pending: DevicePendingReuse
+    holes: BoundedHoleList
+    _journal: Journal | None = None
+    _registers: Registers
+
+    def clear(self) -> None:
+        self._journal = None
+        self._pending = DevicePendingReuse()
+        self.holes = BoundedHoleList(self.device)
+        super().clear()
+
+    def _all_ids_free(self) -> FreeVirtualIds:
+        return LateFreeVirtualIds(self.min_page_index, self.num_pages, self.device, self._numbers)
+
+    # -- the watermark: exact for whoever asks, a bound inside
+
+    @property
+    def watermark_physical(self) -> int:  # type: ignore[override]
+        """The next free page in the direction of growth. Waits for the device while that is on its way."""
+        self._settle()
+        return self._mark
+
+    @watermark_physical.setter
+    def watermark_physical(self, page: int) -> None:
+        self._mark = page
+
+    def _mark_of(self, band: int) -> int:
+        """The watermark of a band of so many pages."""
+        return self.min_page_index + band if self.grow_direction == "up" else self.num_pages - 1 - band
+
+    def _allocated_pages(self) -> int:
+        mark = self._mark
+        return mark - self.min_page_index if self.grow_direction == "up" else self.num_pages - 1 - mark
+
+    def _byte_low_frontier(self) -> int:
+        first = self.min_page_index if self.grow_direction == "up" else self._mark + 1
+        return first * self.entry_bytes_per_page
+
+    def _byte_high_frontier(self) -> int:
+        end = self._mark if self.grow_direction == "up" else self.num_pages
+        return end * self.entry_bytes_per_page
+
+    def _band_pages(self) -> tuple[int, int]:
+        if self.grow_direction == "up":
+            return self.min_page_index, self._mark
+        return self._mark + 1, self.num_pages
+
+    # -- what else must be exact when it is asked for
+
+    @property
+    def _free_phys_pages(self) -> torch.Tensor:
+        self._settle()
+        return self.holes.pages
+
+    @property
+    def _pending_reuse(self) -> dict[ForwardDoneEvent, tuple[list[int], list[torch.Tensor]]]:
+        self._settle()
+        return super()._pending_reuse
+
+    @property
+    def _pending_reuse_pages_cpu(self) -> set[int]:
+        self._settle()
+        return super()._pending_reuse_pages_cpu
+
+    @property
+    def live_page_count(self) -> int:
+        self._settle_live()
+        return super().live_page_count
+
+    def allocated_count(self) -> int:
+        self._settle_live()
+        return super().allocated_count()
+
+    @property
+    def free_virtual_ids(self) -> torch.Tensor | None:
+        if self._ids_are_late():
+            self._settle()
+        return None if self._ids is None else self._ids.tensor()
+
+    @free_virtual_ids.setter
+    def free_virtual_ids(self, ids: torch.Tensor) -> None:
+        self._settle()
+        self._own_ids("free_virtual_ids").replace(ids)
+
+    def _ids_are_late(self) -> bool:
+        return self._ids is not None and cast(LateFreeVirtualIds, self._ids).is_late
+
+    def _settle_live(self) -> None:
+        if self._journal is not None and not self._journal.live_is_known():
+            self._settle()
+
+    def available_size(self) -> int:
+        """Tokens that can be handed out now, with no help from a neighbour. A lower bound while numbers of a flush are on their way."""
+        self._poll_chain()
+        return super().available_size()
+
+    def schedulable_available_size(self) -> int:
+        self._poll_chain()
+        return super().schedulable_available_size()
+
+    # -- settling
+
+    def _poll(self) -> None:
+        """Take in numbers that have arrived. Asks, never waits."""
+        journal = self._journal
+        if journal is None:
+            return
+        if not journal.work_off():
+            self._show_bounds(journal.bounds)
+            return
+        known = journal.known
+        self._journal = None
+        self._mark = self._mark_of(known.band)
+        self._live_pages_lazy = known.live
+        self.holes.len_bound = None
+        pages = self._registers.holes[: known.holes]
+        if self._registers.ascending:
+            self.holes.set_sorted(pages)
+        else:
+            self.holes.set_unsorted(pages)
+        if self._ids is not None:
+            cast(LateFreeVirtualIds, self._ids).settle(known.late_ids)
+        del self._registers
+
+    def _settle(self) -> None:
+        """Take in all numbers; waits for those that are on their way."""
+        if self._journal is None:
+            return
+        self._poll()
+        if self._journal is not None:
+            self._journal.wait()
+            self._poll()
+
+    def _show_bounds(self, bounds: Numbers) -> None:
+        self._mark = self._mark_of(bounds.band)
+        self._live_pages_lazy = bounds.live
+        self.holes.len_bound = bounds.holes
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._journal is None
+
+    def _unsettle(self) -> Journal:
+        """The journal; begins one, with registers on the device, if the pool was settled."""
+        if self._journal is None:
+            self._journal = Journal(Numbers(self._allocated_pages(), self._live_pages_lazy, len(self._pending)))
+            pages, is_sorted = self.holes.pages, self.holes.is_sorted
+
+            def register(value: int) -> torch.Tensor:
+                return torch.full((), value, dtype=torch.int64, device=self.device)
+
+            self._registers = Registers(pages, register(pages.shape[0]), register(self._mark), is_sorted)
+        elif len(self._journal) >= SLOTS // 2:
+            # More read-backs than that under way would need each other's slots.
+            self._settle()
+            return self._unsettle()
+        return self._journal
+
+    def _note(self, entry: Entry) -> None:
+        assert self._journal is not None
+        self._journal.add(entry)
+        self._show_bounds(self._journal.bounds)
+
+    # -- calls while unsettled
+
+    def _make_sure_of(self, num_pages: int) -> bool:
+        if self._ids_are_late() and self._ids is not None and num_pages > len(self._ids):
+            self._settle()
+        return super()._make_sure_of(num_pages)
+
+    def _pages_for_growth(self, count: int) -> torch.Tensor | None:
+        if self._ids_are_late() and self._ids is not None and count > len(self._ids):
+            self._settle()
+        return super()._pages_for_growth(count)
+
+    def take_physical_pages(self, num_pages: int) -> torch.Tensor | None:
+        if not self._poll_chain() and num_pages * self.page_size > self.available_size():
+            self._settle_chain()
+        if self._journal is None:
+            return super().take_physical_pages(num_pages)
+        self._note(Took(num_pages))
+        return self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
+
+    def _release_physical(self, physical_pages: torch.Tensor) -> None:
+        self._poll()
+        if self._journal is None:
+            super()._release_physical(physical_pages)
+            return
+        count = physical_pages.shape[0]
+        self._registers.append(physical_pages, count, self._numbers, self.num_pages)
+        self._note(Released(count))
+
+    def _take_back_pending(self, *, wait: bool) -> None:
+        if not self._pending:
+            return
+        released = self._pending.release_batches(wait=wait)
+        self._poll()
+        if self._journal is None:
+            if released:
+                self.holes.add(*(batch.exact() for batch in released))
+            return
+        for batch in released:
+            self._registers.append(batch.pages, batch.count, self._numbers, self.num_pages)
+            self._note(Returned(batch))
+
+    def _hold_back(self, reader: ForwardDoneEvent, batch: PendingBatch) -> None:
+        """Pages moved away that an unfinished forward may still read."""
+        self._pending.add_batch(reader, batch)

@@ -1,0 +1,176 @@
+"""The flush where the numbers it leaves come later: every row of every plan is worked out, and rows that are none become a move of the
+padding page onto itself. Nothing here asks the device anything."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from allocator.deferring import DeferringBand
+from allocator.device_plan import count_moves, first_blocked, live_places, unfilled_and_vacated, window_pages
+from allocator.forwards import ForwardDoneEvent
+from allocator.read_back import LateCount, Ticket
+from allocator.unsettled import FAR, Flushed, PendingBatch
+
+
+class LateFlush(DeferringBand):
+    """Flush and eager compaction of a `DeferringBand`."""
+
+    #: An urgent flush that ended the running forward's write hazard if it moved anything: that forward, whether it did (bool ``[]``), and
+    #: the same on its way to the host.
+    _write_ended: tuple[tuple[ForwardDoneEvent, torch.Tensor] | None, torch.Tensor, Ticket] | None = None
+
+    def clear(self) -> None:
+        self._write_ended = None
+        super().clear()
+
+    def _pack_late(self) -> int:
+        """The urgent pass. It leaves nothing open: live pages are counted, so the packed band is known, whatever was not known before."""
+        self._settle_live()
+        grows_up = self.grow_direction == "up"
+        band, live = self._allocated_pages(), self._live_pages_lazy
+        window = band - live
+        if not window:
+            return 0
+        mark = self._mark_of(live)
+        if self._journal is None:
+            ascending = self.holes.sorted()
+        else:
+            ascending = self._registers.sorted(self._numbers, padding=FAR if grows_up else -1)
+        # Places beyond the watermark, where the bound is not exact, hold nothing.
+        low, high = (mark, mark + window) if grows_up else (mark + 1 - window, mark + 1)
+        owners = self.physical_to_virtual[low:high]
+        sources = live_places(owners.flip(0) if grows_up else owners)
+        moves = sources.count
+        rows = min(live, window, ascending.shape[0])
+        src_pages = dst_pages = self._numbers[:0]
+        if rows:
+            at = sources.places(self._numbers_from_one(rows))
+            is_move = self._numbers[:rows] < moves
+            src_pages = torch.where(is_move, (high - 1) - at if grows_up else at + low, 0)
+            dst_pages = torch.where(is_move, ascending[:rows] if grows_up else ascending.flip(0)[:rows], 0)
+        ticket = self._read_back.post(moves)
+        self._order_after_forward(moves, ticket)
+        if rows:
+            self._move_rows(src_pages, dst_pages)
+        self._journal = None
+        self.holes.len_bound = None
+        self.holes.clear()
+        self._mark = mark
+        return self._later(ticket, 0)
+
+    def _order_after_forward(self, moves: torch.Tensor, ticket: Ticket) -> None:
+        """Order the stream after the running forward. The other strategies do so only if a page moves, and then forget what the forward
+        writes; here the waiting costs the host nothing, and the forgetting comes when it is known."""
+        forward = self._forward
+        writing = forward.writing
+        forward.settle()
+        if writing is not None:
+            forward.set_writing(*writing)
+            self._write_ended = (forward.writing, moves > 0, ticket)
+
+    def _still_writes(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the unfinished forward has yet to write (virtual token ids), and whether that is void (bool ``[]``, None for certainly not)."""
+        tokens = self._forward.unfinished_write_set()
+        ended, self._write_ended = self._write_ended, None
+        if tokens is None or ended is None or self._forward.writing is not ended[0]:
+            return tokens, None
+        if not ended[2].ready():
+            self._write_ended = ended
+            return tokens, ended[1]
+        if ended[2].values()[0]:
+            self._forward.stop_writing()
+            return None, None
+        return tokens, None
+
+    def _pack_in_part_late(self) -> int:
+        """Any other pass. Boundary holes and moves stay unknown to the host until the ticket has come."""
+        band, live = self._allocated_pages(), self._live_pages_lazy
+        if self._journal is None and not len(self.holes):
+            return 0
+        self._unsettle()
+        registers, numbers = self._registers, self._numbers
+        grows_up = self.grow_direction == "up"
+        most_holes = min(registers.holes.shape[0], self.num_pages)
+        window = min(most_holes + len(self._pending), band)
+        if not window or not most_holes:
+            return 0
+        count, mark = registers.count, registers.mark
+        row = numbers[:most_holes]
+        is_hole = row < count
+        # Valid ones first in both orders.
+        ascending = registers.sorted(numbers, padding=FAR)[:most_holes]
+        descending = ascending[(count - 1 - row).clamp(min=0)]
+        nearest = descending if grows_up else ascending
+        farthest = ascending if grows_up else descending
+        touching = torch.count_nonzero(is_hole & (self._place_of(nearest, mark) == row))
+        rows = min(most_holes, self._lazy_max_moves_per_call, live)
+        pages = window_pages(numbers[:window], mark, grows_up=grows_up, low=self.min_page_index, high=self.num_pages)
+        owners = torch.take(self.physical_to_virtual, pages)
+        moves = torch.zeros_like(count)
+        src_pages = numbers[:0]
+        if rows:
+            at = live_places(owners).places(self._numbers_from_one(rows))
+            targets = torch.where(is_hole[:rows], self._place_of(farthest[:rows], mark), -1)
+            moves = count_moves(at, targets, self._blocked_from(mark, window))
+        ticket = self._read_back.post(touching, moves)
+        if rows:
+            is_move = numbers[:rows] < moves
+            src_pages = torch.where(is_move, pages[at.clamp(max=window - 1)], 0)
+            self._move_rows(src_pages, torch.where(is_move, farthest[:rows], 0))
+        reader = self._forward.latest_unfinished() if rows else None
+        batch = None if reader is None else PendingBatch(src_pages, moves, rows, None)
+        registers.holes = unfilled_and_vacated(
+            ascending, count, src_pages, numbers, touching=touching, moves=moves, grows_up=grows_up
+        )
+        left = count - touching
+        registers.count = left if batch is None else left - moves
+        registers.mark = mark - touching if grows_up else mark + touching
+        registers.ascending = batch is not None or not rows
+        self._note(Flushed(batch, ticket))
+        if reader is not None and batch is not None:
+            self._hold_back(reader, batch)
+        return self._later(ticket, 1)
+
+    def _place_of(self, pages: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
+        return (mark - 1) - pages if self.grow_direction == "up" else pages - (mark + 1)
+
+    def _blocked_from(self, mark: torch.Tensor, window: int) -> torch.Tensor | int:
+        tokens, is_void = self._still_writes()
+        if tokens is None:
+            return window
+        virtual_pages = torch.div(tokens, self.page_size, rounding_mode="floor")
+        blocked = first_blocked(self._tables.physical_of(virtual_pages), mark, self.grow_direction == "up", window)
+        return blocked if is_void is None else torch.where(is_void, window, blocked)
+
+    def _compact_late(self, freed: torch.Tensor) -> None:
+        """Eager mode: ``freed`` (int64 ``[n]``, ascending) are filled by the pages next to the watermark, which keep their order."""
+        count = freed.shape[0]
+        grows_up = self.grow_direction == "up"
+        self._retreat(count)
+        mark = self._mark
+        low, high = (mark, mark + count) if grows_up else (mark + 1 - count, mark + 1)
+        sources = live_places(self.physical_to_virtual[low:high])
+        row = self._numbers[:count]
+        is_move = row < sources.count
+        src_pages = torch.where(is_move, sources.places(self._numbers_from_one(count)) + low, 0)
+        # Those outside the window are the first for a pool that grows up, the last for one that grows down.
+        outside = freed if grows_up else freed[(row + (count - sources.count)).clamp(max=count - 1)]
+        self._move_rows(src_pages, torch.where(is_move, outside, 0))
+
+    def _move_rows(self, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
+        """`DeviceMultiEndedAllocator._move_pages` with padding rows: page 0 onto itself, which leaves bytes and tables as they are."""
+        virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
+        self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
+        self._tables.bind(virtual_pages, dst_pages)
+        # The padding page stays mapped; the row past the table, which padding rows clear instead, is -1 already.
+        self.physical_to_virtual.index_fill_(0, torch.where(src_pages > 0, src_pages, self.num_pages), -1)
+
+    @staticmethod
+    def _later(ticket: Ticket, index: int) -> int:
+        def read() -> int:
+            ticket.wait()
+            return ticket.values()[index]
+
+        return cast(int, LateCount(read))

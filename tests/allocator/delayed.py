@@ -1,0 +1,67 @@
+"""Allocators of the ``device`` strategy on a CPU that behaves like a busy GPU: numbers come back late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from allocator.device_end import DeviceMultiEndedAllocator
+from allocator.device_middle import DeviceFloatMultiEndedAllocator
+from allocator.read_back import ReadBack
+
+
+class _LateEvent:
+    """True once it was asked ``after`` times (never, with None), or once somebody waited for it or for a later one. Waiting reads the
+    device, so that a ledger sees it."""
+
+    def __init__(self, owner: NeverReadBack, numbers: tuple[torch.Tensor, ...]) -> None:
+        self._owner, self._number, self._asked = owner, numbers[0], 0
+        owner.posted += 1
+        self._order = owner.posted
+
+    def query(self) -> bool:
+        self._asked += 1
+        if self._owner.after is not None and self._asked > self._owner.after:
+            self._owner.arrived = max(self._owner.arrived, self._order)
+        return self._order <= self._owner.arrived
+
+    def synchronize(self) -> None:
+        self._number.tolist()
+        self._owner.arrived = max(self._owner.arrived, self._order)
+
+
+class NeverReadBack(ReadBack):
+    """Numbers that come only when somebody waits for them."""
+
+    after: int | None = None
+
+    def __init__(self, device: str | torch.device) -> None:
+        super().__init__(device)
+        self.immediate = False
+        self.posted = self.arrived = 0
+
+    def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
+        return _LateEvent(self, numbers)
+
+
+class SlowReadBack(NeverReadBack):
+    """Numbers that come after they were asked for a few times."""
+
+    after = 3
+
+
+class NeverEnd(DeviceMultiEndedAllocator):
+    read_back_class = NeverReadBack
+
+
+class NeverFloat(DeviceFloatMultiEndedAllocator):
+    read_back_class = NeverReadBack
+
+
+class SlowEnd(DeviceMultiEndedAllocator):
+    read_back_class = SlowReadBack
+
+
+class SlowFloat(DeviceFloatMultiEndedAllocator):
+    read_back_class = SlowReadBack
