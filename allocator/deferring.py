@@ -13,6 +13,7 @@ import torch
 
 from allocator.device_pending import DevicePendingReuse
 from allocator.device_release import DeviceReleasingBand
+from allocator.error_log import Fault
 from allocator.forwards import ForwardDoneEvent
 from allocator.free_lists import FreeVirtualIds
 from allocator.late_lists import BoundedHoleList, LateFreeVirtualIds
@@ -40,7 +41,7 @@ class DeferringBand(DeviceReleasingBand):
     # -- the watermark: exact for whoever asks, a bound inside
 
     @property
-    def watermark_physical(self) -> int:  # type: ignore[override]
+    def watermark_physical(self) -> int:
         """The next free page in the direction of growth. Waits for the device while that is on its way."""
         self._settle()
         return self._mark
@@ -130,7 +131,9 @@ class DeferringBand(DeviceReleasingBand):
         journal = self._journal
         if journal is None:
             return
-        if not journal.work_off():
+        is_done = journal.work_off()
+        self._pending.drop_empty()
+        if not is_done:
             self._show_bounds(journal.bounds)
             return
         known = journal.known
@@ -143,9 +146,12 @@ class DeferringBand(DeviceReleasingBand):
             self.holes.set_sorted(pages)
         else:
             self.holes.set_unsorted(pages)
+        self._settle_ids(known)
+        del self._registers
+
+    def _settle_ids(self, known: Numbers) -> None:
         if self._ids is not None:
             cast(LateFreeVirtualIds, self._ids).settle(known.late_ids)
-        del self._registers
 
     def _settle(self) -> None:
         """Take in all numbers; waits for those that are on their way."""
@@ -155,6 +161,8 @@ class DeferringBand(DeviceReleasingBand):
         if self._journal is not None:
             self._journal.wait()
             self._poll()
+            # What was written to the log before these numbers has come with them.
+            self._errors.look(self.sub_pool_name)
 
     def _show_bounds(self, bounds: Numbers) -> None:
         self._mark = self._mark_of(bounds.band)
@@ -168,7 +176,9 @@ class DeferringBand(DeviceReleasingBand):
     def _unsettle(self) -> Journal:
         """The journal; begins one, with registers on the device, if the pool was settled."""
         if self._journal is None:
-            self._journal = Journal(Numbers(self._allocated_pages(), self._live_pages_lazy, len(self._pending)))
+            self._journal = Journal(
+                Numbers(self._allocated_pages(), self._live_pages_lazy, len(self._pending))
+            )
             pages, is_sorted = self.holes.pages, self.holes.is_sorted
 
             def register(value: int) -> torch.Tensor:
@@ -201,10 +211,15 @@ class DeferringBand(DeviceReleasingBand):
     def take_physical_pages(self, num_pages: int) -> torch.Tensor | None:
         if not self._poll_chain() and num_pages * self.page_size > self.available_size():
             self._settle_chain()
-        if self._journal is None:
+        if self._read_back.immediate:
             return super().take_physical_pages(num_pages)
-        self._note(Took(num_pages))
-        return self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
+        if self._journal is None:
+            taken = super().take_physical_pages(num_pages)
+        else:
+            self._note(Took(num_pages))
+            taken = self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
+        # Of a pool that was frozen by a fault the host may have a wrong idea: hand out the padding page, not somebody's.
+        return None if taken is None else torch.where(self._errors.ok, taken, 0)
 
     def _release_physical(self, physical_pages: torch.Tensor) -> None:
         self._poll()
@@ -214,6 +229,60 @@ class DeferringBand(DeviceReleasingBand):
         count = physical_pages.shape[0]
         self._registers.append(physical_pages, count, self._numbers, self.num_pages)
         self._note(Released(count))
+
+    def free(self, free_index: torch.Tensor | None, *, _pages: torch.Tensor | None = None) -> None:
+        if (
+            self._frees_late()
+            and _pages is None
+            and self.free_group is None
+            and free_index is not None
+            and free_index.numel() > 0
+        ):
+            self._free_late(free_index)
+        else:
+            super().free(free_index, _pages=_pages)
+
+    def free_group_end(self) -> None:
+        if not self._frees_late():
+            super().free_group_end()
+            return
+        tokens, representatives = self._close_group()
+        if tokens:
+            self._free_late(torch.cat(tokens))
+        if representatives:
+            self._free_pages(torch.cat(representatives) // self.page_size, may_repeat=True)
+
+    def _frees_late(self) -> bool:
+        """Whether a free of tokens leaves the number of pages open for a while."""
+        return self.page_size > 1 and self.lazy_compaction and not self._read_back.immediate
+
+    def _free_late(self, token_ids: torch.Tensor) -> None:
+        """Free the pages of these tokens, each once. How many that is stays unknown to the host until the ticket has come."""
+        pages = self._pages_named(token_ids)
+        named = pages.shape[0]
+        if named == 1:
+            self._free_pages(pages, may_repeat=False)
+            return
+        ascending = torch.sort(pages)[0]
+        changes = torch.cumsum(ascending[1:] != ascending[:-1], 0)
+        count = changes[-1] + 1
+        rows = min(named, self.num_virtual_ids)
+        at = torch.searchsorted(changes, self._numbers_from_one(rows - 1)).clamp(max=named - 2)
+        distinct = torch.cat([ascending[:1], ascending[1:].index_select(0, at)])
+        # Rows past the last page repeat the first one: it is as good or bad as it is.
+        virtual_pages = torch.where(self._numbers[:rows] < count, distinct, ascending[:1])
+        physical_pages = self._require_live(virtual_pages, may_repeat=False)
+        if rows < named:
+            # More pages than there are ids were named, so the last of them is none.
+            last = ascending[-1:]
+            self._errors.note(Fault.NOT_LIVE, self._tables.physical_of(last) <= 0, last, last)
+        self._tables.unbind(virtual_pages, physical_pages)
+        ticket = self._read_back.post(count)
+        self._unsettle()
+        if self._ids is not None:
+            cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, 1)
+        self._registers.append(physical_pages, count, self._numbers, self.num_pages)
+        self._note(Released(1, ticket))
 
     def _take_back_pending(self, *, wait: bool) -> None:
         if not self._pending:

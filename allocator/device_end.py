@@ -24,6 +24,7 @@ class DeviceMultiEndedAllocator(LateFlush):
         """One compaction pass; returns pages moved. No synchronisation."""
         if not self.lazy_compaction:
             return 0
+        self._look_for_errors()
         if self.moves_blocked():
             self._take_back_pending(wait=False)
             return 0
@@ -72,7 +73,11 @@ class DeviceMultiEndedAllocator(LateFlush):
             self._give_back(holes, self._values(self._read_back.post(touching))[0], 0)
             return 0
         window = min(count + len(self._pending), self._allocated_pages())
-        owners = self.physical_to_virtual[mark - window : mark] if grows_up else self.physical_to_virtual[mark + 1 : mark + 1 + window]
+        owners = (
+            self.physical_to_virtual[mark - window : mark]
+            if grows_up
+            else self.physical_to_virtual[mark + 1 : mark + 1 + window]
+        )
         at = live_places(owners.flip(0) if grows_up else owners).places(self._numbers_from_one(most))
         farthest_first = nearest_first.flip(0)[:most]
         writing = self._forward.unfinished_write_set()
@@ -95,7 +100,11 @@ class DeviceMultiEndedAllocator(LateFlush):
         """Boundary holes leave the band, filled ones the list; ``holes`` are all of them, ascending."""
         if touching or filled:
             end = holes.shape[0]
-            kept = holes[filled : end - touching] if self.grow_direction == "up" else holes[touching : end - filled]
+            kept = (
+                holes[filled : end - touching]
+                if self.grow_direction == "up"
+                else holes[touching : end - filled]
+            )
             self.holes.set_sorted(kept)
             self._retreat(touching)
 

@@ -25,12 +25,15 @@ class DevicePendingReuse(PendingReuse):
     @property
     def pages_on_host(self) -> set[int]:
         """All waiting pages, once all sizes are known. Reads the device, once a batch: for checks and diagnosis."""
-        return {page for batches in self._batches.values() for batch in batches for page in batch.exact().tolist()}
+        return {
+            page for batches in self._batches.values() for batch in batches for page in batch.exact().tolist()
+        }
 
     def as_mapping(self) -> dict[ForwardDoneEvent, tuple[list[int], list[torch.Tensor]]]:
         exact = {event: [batch.exact() for batch in batches] for event, batches in self._batches.items()}
         return {
-            event: ([page for pages in batches for page in pages.tolist()], batches) for event, batches in exact.items()
+            event: ([page for pages in batches for page in pages.tolist()], batches)
+            for event, batches in exact.items()
         }
 
     def add_batch(self, event: ForwardDoneEvent, batch: PendingBatch) -> None:
@@ -46,6 +49,13 @@ class DevicePendingReuse(PendingReuse):
                 wait_on_current_stream(event)
             released.extend(self._batches.pop(event))
         return released
+
+    def drop_empty(self) -> None:
+        """Forget batches of flushes that turned out to have moved nothing: idle engines flush by the thousand during one forward."""
+        for event, batches in list(self._batches.items()):
+            batches[:] = [batch for batch in batches if batch.size != 0]
+            if not batches:
+                del self._batches[event]
 
     def clear(self) -> None:
         super().clear()

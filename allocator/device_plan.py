@@ -19,12 +19,13 @@ An urgent pass has no pending pages and no blocks. Its window has ``H`` places, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 
-class Sources(NamedTuple):
+@dataclass(frozen=True)
+class Sources:
     """``rank[x]``: how many of the first ``x + 1`` places of a window are live, int64 ``[window]``."""
 
     rank: torch.Tensor
@@ -44,7 +45,9 @@ def live_places(owners: torch.Tensor) -> Sources:
     return Sources(torch.cumsum(owners >= 0, 0))
 
 
-def count_moves(sources: torch.Tensor, targets: torch.Tensor, blocked_from: torch.Tensor | int) -> torch.Tensor:
+def count_moves(
+    sources: torch.Tensor, targets: torch.Tensor, blocked_from: torch.Tensor | int
+) -> torch.Tensor:
     """How many of the pairs are moves, int64 ``[]``.
 
     Args:
@@ -59,7 +62,9 @@ def count_moves(sources: torch.Tensor, targets: torch.Tensor, blocked_from: torc
     return (sources < limit).sum()
 
 
-def first_blocked(physical_pages: torch.Tensor, watermark: int | torch.Tensor, grows_up: bool, window: int) -> torch.Tensor:
+def first_blocked(
+    physical_pages: torch.Tensor, watermark: int | torch.Tensor, grows_up: bool, window: int
+) -> torch.Tensor:
     """The first place of the window that is among ``physical_pages`` (int64 ``[n]``, -1 for none), else the window's size; int64 ``[]``.
 
     What lies beyond the watermark is not in the band: an id that was freed since has page -1, and for a pool that grows down the place
@@ -73,7 +78,9 @@ def first_blocked(physical_pages: torch.Tensor, watermark: int | torch.Tensor, g
     return places.amin().clamp(max=window)
 
 
-def window_pages(numbers: torch.Tensor, watermark: torch.Tensor, *, grows_up: bool, low: int, high: int) -> torch.Tensor:
+def window_pages(
+    numbers: torch.Tensor, watermark: torch.Tensor, *, grows_up: bool, low: int, high: int
+) -> torch.Tensor:
     """Pages next to the watermark in the order of places, -1 for those outside ``[low, high)``; int64 ``[window]``.
 
     Args:

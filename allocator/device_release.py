@@ -8,19 +8,12 @@ from functools import cached_property
 import torch
 
 from allocator.band import Band
-from allocator.end import MultiEndedAllocator
-from allocator.read_back import ReadBack, Ticket
+from allocator.late_checks import LateChecks
+from allocator.read_back import Ticket
 
 
-class DeviceReleasingBand(MultiEndedAllocator):
+class DeviceReleasingBand(LateChecks):
     """What END pools and floats share of the ``device`` strategy."""
-
-    #: How numbers come back from the device.
-    read_back_class: type[ReadBack] = ReadBack
-
-    @cached_property
-    def _read_back(self) -> ReadBack:
-        return self.read_back_class(self.device)
 
     @cached_property
     def _numbers(self) -> torch.Tensor:
@@ -89,6 +82,7 @@ class DeviceReleasingBand(MultiEndedAllocator):
                 band._settle()
 
     def _make_sure_of(self, num_pages: int) -> bool:
+        self._look_for_errors()
         if not self._poll_chain() and num_pages * self.page_size > self.available_size():
             # Capacity would be refused on bounds alone: the one time that is worth waiting for.
             self._settle_chain()

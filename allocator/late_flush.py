@@ -9,6 +9,7 @@ import torch
 
 from allocator.deferring import DeferringBand
 from allocator.device_plan import count_moves, first_blocked, live_places, unfilled_and_vacated, window_pages
+from allocator.error_log import Fault
 from allocator.forwards import ForwardDoneEvent
 from allocator.read_back import LateCount, Ticket
 from allocator.unsettled import FAR, Flushed, PendingBatch
@@ -47,15 +48,19 @@ class LateFlush(DeferringBand):
         src_pages = dst_pages = self._numbers[:0]
         if rows:
             at = sources.places(self._numbers_from_one(rows))
-            is_move = self._numbers[:rows] < moves
+            self._note_contradiction(ascending, moves, low, high)
+            is_move = (self._numbers[:rows] < moves) & self._errors.ok
             src_pages = torch.where(is_move, (high - 1) - at if grows_up else at + low, 0)
             dst_pages = torch.where(is_move, ascending[:rows] if grows_up else ascending.flip(0)[:rows], 0)
         ticket = self._read_back.post(moves)
         self._order_after_forward(moves, ticket)
         if rows:
             self._move_rows(src_pages, dst_pages)
-        self._journal = None
-        self.holes.len_bound = None
+        if self._journal is not None:
+            # What is left of it cannot change anything any more: no hole and no pending page is left, and live pages are counted.
+            self._settle_ids(self._journal.known)
+            self._journal = None
+            self.holes.len_bound = None
         self.holes.clear()
         self._mark = mark
         return self._later(ticket, 0)
@@ -71,7 +76,7 @@ class LateFlush(DeferringBand):
             self._write_ended = (forward.writing, moves > 0, ticket)
 
     def _still_writes(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the unfinished forward has yet to write (virtual token ids), and whether that is void (bool ``[]``, None for certainly not)."""
+        """What the unfinished forward has yet to write (virtual token ids), and whether that is void (bool ``[]``; None: it is not)."""
         tokens = self._forward.unfinished_write_set()
         ended, self._write_ended = self._write_ended, None
         if tokens is None or ended is None or self._forward.writing is not ended[0]:
@@ -106,7 +111,9 @@ class LateFlush(DeferringBand):
         farthest = ascending if grows_up else descending
         touching = torch.count_nonzero(is_hole & (self._place_of(nearest, mark) == row))
         rows = min(most_holes, self._lazy_max_moves_per_call, live)
-        pages = window_pages(numbers[:window], mark, grows_up=grows_up, low=self.min_page_index, high=self.num_pages)
+        pages = window_pages(
+            numbers[:window], mark, grows_up=grows_up, low=self.min_page_index, high=self.num_pages
+        )
         owners = torch.take(self.physical_to_virtual, pages)
         moves = torch.zeros_like(count)
         src_pages = numbers[:0]
@@ -116,7 +123,7 @@ class LateFlush(DeferringBand):
             moves = count_moves(at, targets, self._blocked_from(mark, window))
         ticket = self._read_back.post(touching, moves)
         if rows:
-            is_move = numbers[:rows] < moves
+            is_move = (numbers[:rows] < moves) & self._errors.ok
             src_pages = torch.where(is_move, pages[at.clamp(max=window - 1)], 0)
             self._move_rows(src_pages, torch.where(is_move, farthest[:rows], 0))
         reader = self._forward.latest_unfinished() if rows else None
@@ -141,7 +148,9 @@ class LateFlush(DeferringBand):
         if tokens is None:
             return window
         virtual_pages = torch.div(tokens, self.page_size, rounding_mode="floor")
-        blocked = first_blocked(self._tables.physical_of(virtual_pages), mark, self.grow_direction == "up", window)
+        blocked = first_blocked(
+            self._tables.physical_of(virtual_pages), mark, self.grow_direction == "up", window
+        )
         return blocked if is_void is None else torch.where(is_void, window, blocked)
 
     def _compact_late(self, freed: torch.Tensor) -> None:
@@ -153,17 +162,26 @@ class LateFlush(DeferringBand):
         low, high = (mark, mark + count) if grows_up else (mark + 1 - count, mark + 1)
         sources = live_places(self.physical_to_virtual[low:high])
         row = self._numbers[:count]
-        is_move = row < sources.count
+        self._note_contradiction(freed, sources.count, low, high)
+        is_move = (row < sources.count) & self._errors.ok
         src_pages = torch.where(is_move, sources.places(self._numbers_from_one(count)) + low, 0)
         # Those outside the window are the first for a pool that grows up, the last for one that grows down.
         outside = freed if grows_up else freed[(row + (count - sources.count)).clamp(max=count - 1)]
         self._move_rows(src_pages, torch.where(is_move, outside, 0))
 
+    def _note_contradiction(self, holes: torch.Tensor, live: torch.Tensor, low: int, high: int) -> None:
+        """As many holes must lie beyond ``[low, high)`` as live pages inside; ``holes`` may have padding, which lies on the other side."""
+        beyond = torch.count_nonzero(holes < low if self.grow_direction == "up" else holes >= high)
+        nothing = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        self._errors.note(Fault.CONTRADICTION, (beyond != live).reshape(1), nothing, nothing)
+
     def _move_rows(self, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
         """`DeviceMultiEndedAllocator._move_pages` with padding rows: page 0 onto itself, which leaves bytes and tables as they are."""
         virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
-        self._tables.bind(virtual_pages, dst_pages)
+        self._tables.bind(
+            virtual_pages, dst_pages
+        )  # rows that are none bind 0 to 0, also when a fault has frozen the tables
         # The padding page stays mapped; the row past the table, which padding rows clear instead, is -1 already.
         self.physical_to_virtual.index_fill_(0, torch.where(src_pages > 0, src_pages, self.num_pages), -1)
 

@@ -63,7 +63,9 @@ class LateFreeVirtualIds(FreeVirtualIds):
     def _move_to_front(self, room: int) -> None:
         assert self._end is not None
         used = self._most - self._head
-        buffer = torch.empty(max(2 * self._capacity, used + room), dtype=torch.int64, device=self._buffer.device)
+        buffer = torch.empty(
+            max(2 * self._capacity, used + room), dtype=torch.int64, device=self._buffer.device
+        )
         buffer[:used] = self._buffer[self._head : self._most]
         self._buffer = buffer
         self._end = self._end - self._head

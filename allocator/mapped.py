@@ -105,7 +105,7 @@ class MappedBand(Band):
         self.num_virtual_ids = self.num_pages if virtual_num_pages is None else virtual_num_pages
         if self.num_virtual_ids <= 0:
             raise ConfigurationError("the id space is empty", pool=sub_pool_name)
-        self._tables = PageTables(self.num_virtual_ids, self.num_pages, device)
+        self._tables = self._new_tables()
         self._offsets = torch.arange(page_size, dtype=torch.int64, device=device)
         self.holes = HoleList(device)
         self._pending = PendingReuse()
@@ -126,6 +126,9 @@ class MappedBand(Band):
         self.free_group: list[torch.Tensor] | None = None
         self.free_page_reps_group: list[torch.Tensor] | None = None
         self._reset_watermarks()
+
+    def _new_tables(self) -> PageTables:
+        return PageTables(self.num_virtual_ids, self.num_pages, self.device)
 
     def _all_ids_free(self) -> FreeVirtualIds:
         return FreeVirtualIds(self.min_page_index, self.num_pages, self.device)

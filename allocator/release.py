@@ -81,10 +81,7 @@ class ReleasingBand(MappedBand):
             FreeGroupError: no group is open.
             NotAllocatedError, DuplicateFreeError: nothing of the group was freed; the group is closed.
         """
-        if self.free_group is None or self.free_page_reps_group is None:
-            raise FreeGroupError("no free group is open", pool=self.sub_pool_name)
-        tokens, representatives = self.free_group, self.free_page_reps_group
-        self.free_group = self.free_page_reps_group = None
+        tokens, representatives = self._close_group()
         batches: list[torch.Tensor] = []
         may_repeat = False
         if tokens:
@@ -95,6 +92,14 @@ class ReleasingBand(MappedBand):
             may_repeat = True
         if batches:
             self._free_pages(torch.cat(batches), may_repeat=may_repeat)
+
+    def _close_group(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Token ids, and representatives of pages, that the group has queued."""
+        if self.free_group is None or self.free_page_reps_group is None:
+            raise FreeGroupError("no free group is open", pool=self.sub_pool_name)
+        tokens, representatives = self.free_group, self.free_page_reps_group
+        self.free_group = self.free_page_reps_group = None
+        return tokens, representatives
 
     def _pages_of(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Virtual pages of token ids, and whether a page may be named twice."""

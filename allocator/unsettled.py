@@ -2,8 +2,8 @@
 
 A flush that is not urgent leaves two numbers that only the device knows: how many boundary holes it gave back, and how many pages it
 moved. Until they arrive, the host keeps *bounds* and a *journal* of what was done since, and the device keeps the exact state in
-`Registers`: calls go on with gathers and masks instead of slices. When the numbers arrive, the journal is worked off and the pool is what it
-would have been.
+`Registers`: calls go on with gathers and masks instead of slices. When the numbers arrive, the journal is worked off and the pool is what
+it would have been.
 
 Three numbers say it all: ``band`` (pages between the buffer's end and the watermark), ``live`` and ``pending``; holes are what is left of
 the band. Their upper bounds give *lower* bounds of every size that is promised: what a pool can hand out is its reach less live less
@@ -181,7 +181,9 @@ class Registers:
         valid = numbers[: self.holes.shape[0]] < self.count
         return torch.sort(torch.where(valid, self.holes, padding))[0]
 
-    def append(self, pages: torch.Tensor, count: torch.Tensor | int, numbers: torch.Tensor, most: int) -> None:
+    def append(
+        self, pages: torch.Tensor, count: torch.Tensor | int, numbers: torch.Tensor, most: int
+    ) -> None:
         """Add the first ``count`` of ``pages`` to the list, which never has more than ``most``."""
         longer = torch.cat([self.holes, pages])
         longer.index_copy_(0, numbers[: pages.shape[0]] + self.count, pages)
@@ -194,7 +196,11 @@ class Registers:
         if capacity:
             ascending = self.holes if self.ascending else self.sorted(numbers, padding=FAR)
             last = capacity - 1
-            in_order = ascending[rows.clamp(max=last)] if grows_up else ascending[(rows + (count - want)).clamp(0, last)]
+            in_order = (
+                ascending[rows.clamp(max=last)]
+                if grows_up
+                else ascending[(rows + (count - want)).clamp(0, last)]
+            )
             # A request that takes all holes gets them in the order of the list.
             as_listed = self.holes[rows.clamp(max=last)]
             from_holes = torch.where(count > want, in_order, as_listed)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from replayer.failure import CheckFailure
@@ -39,18 +40,39 @@ class FlushRecord:
 
 
 class MoveLog:
-    """What allocators do to their bytes, in order, into the hazards' log."""
+    """What allocators do to their bytes, in order, into the hazards' log.
+
+    A plan made on the device has rows for moves that turn out to be none: the padding page onto itself. They are told apart when somebody
+    asks how many pages moved, outside the allocator's calls, because on a GPU that reads the device.
+    """
 
     def __init__(self, log: list[tuple[Any, ...]]) -> None:
         self._log = log
-        self.moved_pages: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        self._uncounted: list[tuple[str, torch.Tensor]] = []
 
     def moved(self, pool: str, dst_pages: torch.Tensor, src_pages: torch.Tensor) -> None:
-        self.moved_pages[pool] += src_pages.shape[0]
-        self._log.append(("moved", pool, src_pages.clone(), dst_pages.clone()))
+        sources = src_pages.clone()
+        self._uncounted.append((pool, sources))
+        self._log.append(("moved", pool, sources, dst_pages.clone()))
 
     def zeroed(self, pool: str, pages: torch.Tensor) -> None:
         """Handed-out pages are judged from the tables, so nothing is noted here."""
+
+    def moved_pages(self, pool: str) -> int:
+        """Pages of the pool moved so far."""
+        self._count()
+        return self._counted[pool]
+
+    def total(self) -> int:
+        """Pages of all pools moved so far."""
+        self._count()
+        return self._counted.total()
+
+    def _count(self) -> None:
+        for pool, sources in self._uncounted:
+            self._counted[pool] += int(np.count_nonzero(sources.cpu().numpy()))
+        self._uncounted.clear()
 
 
 class Caller:
@@ -136,13 +158,15 @@ class Caller:
         original = state.allocator._flush
 
         def flush(*, urgent: bool) -> int:
-            before = self.moves.moved_pages[state.name]
+            with self.hazards.uncounted():
+                before = self.moves.moved_pages(state.name)
             record = nullcontext(None) if self.ledger is None else self.ledger.call("_flush", self.seq)
             with record as counted:
                 begin = perf_counter_ns()
                 result: int = original(urgent=urgent)
                 took = perf_counter_ns() - begin
-            moved = self.moves.moved_pages[state.name] - before
+            with self.hazards.uncounted():
+                moved = self.moves.moved_pages(state.name) - before
             syncs = (
                 (0, 0, 0)
                 if counted is None
@@ -182,4 +206,9 @@ class Caller:
         assert self.checks is not None
         state = self.pools[pool]
         src_pages, dst_pages = src.cpu().numpy(), dst.cpu().numpy()
+        is_move = (src_pages != 0) | (dst_pages != 0)
+        if not is_move.all():
+            src_pages, dst_pages = src_pages[is_move], dst_pages[is_move]
+            if not len(src_pages):
+                return
         self.checks.moved(self.seq, state, src_pages, dst_pages)

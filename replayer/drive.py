@@ -418,10 +418,10 @@ class Driver(ForwardEvents):
     def _flush(self, state: PoolState, index: int) -> None:
         urgent = bool(self._value[index])
         method = state.allocator.flush_for_allocation if urgent else state.allocator.flush_opportunistic
-        before = self.moves.moved_pages[state.name]
+        before = self.moves.moved_pages(state.name)
         result = self._moved_by("flush", state, index, method)
         if self.checks is not None and state.lazy:
-            self.checks.flushed(state, urgent, result, self.moves.moved_pages[state.name] - before)
+            self.checks.flushed(state, urgent, result, self.moves.moved_pages(state.name) - before)
 
     def _side(self, state: PoolState, index: int) -> str:
         if not state.is_float or self._value[index] not in (0, 1):
@@ -447,6 +447,7 @@ class Driver(ForwardEvents):
         if self.checks is None:
             self.hazards.log.clear()
             return result
+        result = int(result)  # a number may still be on its way from the device
         self._judge_log()
         if self.ids.identity and self._result_kind[index] == 3:
             self.checks.recorded_number(state, name, result, self._result_value[index])

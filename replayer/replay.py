@@ -185,9 +185,7 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
         _read_footer(reader, outcome)
         _read_driver(driver, checks, probe, outcome)
         outcome.filled_under_a_write = hazards.filled_under_a_write
-        outcome.moved_outside_flushes = sum(moves.moved_pages.values()) - sum(
-            record.moves for record in driver.flushes
-        )
+        outcome.moved_outside_flushes = moves.total() - sum(record.moves for record in driver.flushes)
     outcome.wall_nanoseconds = perf_counter_ns() - begin
     return outcome, checks
 

@@ -12,19 +12,20 @@ from allocator.read_back import ReadBack
 
 
 class _LateEvent:
-    """True once it was asked ``after`` times (never, with None), or once somebody waited for it or for a later one. Waiting reads the
-    device, so that a ledger sees it."""
+    """True once ``after`` questions were asked since, about anything (never, with None), or once somebody waited for it or for a later
+    one. Waiting reads the device, so that a ledger sees it."""
 
     def __init__(self, owner: NeverReadBack, numbers: tuple[torch.Tensor, ...]) -> None:
-        self._owner, self._number, self._asked = owner, numbers[0], 0
+        self._owner, self._number, self._asked_before = owner, numbers[0], owner.asked
         owner.posted += 1
         self._order = owner.posted
 
     def query(self) -> bool:
-        self._asked += 1
-        if self._owner.after is not None and self._asked > self._owner.after:
-            self._owner.arrived = max(self._owner.arrived, self._order)
-        return self._order <= self._owner.arrived
+        owner = self._owner
+        owner.asked += 1
+        if owner.after is not None and owner.asked - self._asked_before > owner.after:
+            owner.arrived = max(owner.arrived, self._order)
+        return self._order <= owner.arrived
 
     def synchronize(self) -> None:
         self._number.tolist()
@@ -39,7 +40,7 @@ class NeverReadBack(ReadBack):
     def __init__(self, device: str | torch.device) -> None:
         super().__init__(device)
         self.immediate = False
-        self.posted = self.arrived = 0
+        self.posted = self.arrived = self.asked = 0
 
     def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
         return _LateEvent(self, numbers)

@@ -1,0 +1,118 @@
+"""What went wrong, written down on the device, because asking the device at every call would cost what this strategy avoids.
+
+A device assertion (``torch._assert_async``) surfaces somewhere later and takes the CUDA context with it. Here the first bad row of a call
+goes into four numbers on the device, and from then on the pool is *frozen*: its tables are no longer written and nothing moves, so that
+no live page is overwritten by calls made before the host knows. The log comes back through page-locked memory and is looked at, without
+waiting, at every later call; what it holds becomes a typed error. The pool is of no use after that until `clear`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+from allocator.errors import (
+    AllocatorError,
+    BindError,
+    CorruptMappingError,
+    DuplicateFreeError,
+    NotAllocatedError,
+)
+from allocator.read_back import ReadBack, Ticket
+
+
+class Fault(IntEnum):
+    """What a call did wrong; 0 is nothing."""
+
+    NOT_LIVE = 1
+    FREED_TWICE = 2
+    NOT_FREE = 3
+    BOUND_TWICE = 4
+    OUTSIDE_BAND = 5
+    STILL_OWNED = 6
+    CONTRADICTION = 7
+    BOUND_OUTSIDE = 8
+
+
+_ERRORS: dict[Fault, tuple[type[AllocatorError], str]] = {
+    Fault.NOT_LIVE: (NotAllocatedError, "freed a page that is not allocated (freed before, never allocated, or no page at all)"),
+    Fault.FREED_TWICE: (DuplicateFreeError, "freed a page that it named more than once"),
+    Fault.NOT_FREE: (BindError, "bound a virtual page that is live, reserved or out of range"),
+    Fault.BOUND_TWICE: (BindError, "named the same page twice"),
+    Fault.OUTSIDE_BAND: (NotAllocatedError, "named a physical page outside the band"),
+    Fault.BOUND_OUTSIDE: (BindError, "bound a physical page outside the band"),
+    Fault.STILL_OWNED: (NotAllocatedError, "unbound a page that is not live or still owns its place"),
+    Fault.CONTRADICTION: (
+        CorruptMappingError,
+        "found that tables and holes contradict each other: a page inside the band is neither hole nor pending, yet no virtual page "
+        "maps to it, or it is a hole and still mapped",
+    ),
+}  # fmt: skip
+
+
+class ErrorLog:
+    """The log of one pool.
+
+    Attributes:
+        calls: checked calls so far; errors name a call by this number.
+        ok: whether nothing went wrong yet, bool ``[]`` on the device.
+    """
+
+    def __init__(self, device: str | torch.device, read_back: ReadBack) -> None:
+        self._device, self._read_back = device, read_back
+        self.calls = 0
+        self.clear()
+
+    def clear(self) -> None:
+        # Fault, call, physical page, virtual page; replaced and never written in place, as a read-back of the last one may be under way.
+        self._log = torch.zeros(4, dtype=torch.int64, device=self._device)
+        self.ok = torch.ones((), dtype=torch.bool, device=self._device)
+        self._ticket: Ticket | None = None
+        self._is_news = False
+        self._found: list[int] | None = None
+
+    def note(self, fault: Fault, bad: torch.Tensor, physical: torch.Tensor, virtual: torch.Tensor) -> None:
+        """Write down the first of ``bad`` rows (bool ``[n]``), if there is one and nothing was written before."""
+        first = torch.argmax(bad.to(torch.int8), 0, keepdim=True)
+        happened = torch.full((2,), int(fault), dtype=torch.int64, device=self._device)
+        happened[1:].fill_(self.calls)
+        entry = torch.cat([happened, physical.index_select(0, first), virtual.index_select(0, first)])
+        self._log = torch.where(self.ok & bad.any(), entry, self._log)
+        self.ok = self._log[0] == 0
+        self._is_news = True
+        self._send()
+
+    def _send(self) -> None:
+        if self._ticket is None and self._is_news:
+            self._ticket = self._read_back.post(*self._log.unbind())
+            self._is_news = False
+
+    def look(self, pool: str, *, wait: bool = False) -> None:
+        """Raise what has come back so far; with ``wait`` all that was written.
+
+        Raises:
+            AllocatorError: the kind that the first fault calls for; again at every later look, until `clear`.
+        """
+        while self._found is None and self._ticket is not None:
+            if wait:
+                self._ticket.wait()
+            elif not self._ticket.ready():
+                return
+            values = self._ticket.values()
+            self._ticket = None
+            if values[0]:
+                self._found = values
+            else:
+                self._send()
+                if not wait:
+                    return
+        if self._found is not None:
+            fault, call, physical, virtual = self._found
+            error, text = _ERRORS[Fault(fault)]
+            raise error(
+                f"checked call {call} of this pool (of {self.calls} so far) {text}: virtual page {virtual}, physical page {physical}. "
+                "The pool has been frozen since and can only be cleared",
+                pool=pool,
+                ids=[virtual],
+            )
