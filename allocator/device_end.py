@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from allocator.device_plan import count_moves, first_blocked, live_places
+from allocator.device_plan import Sources, live_places
 from allocator.errors import CorruptMappingError
 from allocator.late_flush import LateFlush
 from allocator.unsettled import PendingBatch
@@ -41,78 +41,111 @@ class DeviceMultiEndedAllocator(LateFlush):
         holes = self.holes.sorted()
         count = holes.shape[0]
         grows_up = self.grow_direction == "up"
-        mark = self.watermark_physical
-        low, high = (mark - count, mark) if grows_up else (mark + 1, mark + 1 + count)
-        owners = self.physical_to_virtual[low:high]
-        beyond = holes < low if grows_up else holes >= high
-        ticket = self._read_back.post(torch.count_nonzero(owners >= 0), torch.count_nonzero(beyond))
-        moves, places = self._values(ticket)[:2]
-        if moves != places:
-            raise self._contradiction(moves, places, low, high)
+        mark = self._mark
+        low = mark - count if grows_up else mark + 1
+        owners = self.physical_to_virtual[low : low + count]
+        moves, is_live = self._count_live(owners, holes, low)
         if moves:
             self._forward.settle()
-            # From the frontier on: for a pool that grows up that is from the window's end.
-            at = live_places(owners.flip(0) if grows_up else owners).places(self._numbers_from_one(moves))
-            src_pages = (high - 1) - at if grows_up else at + low
-            dst_pages = holes[:moves] if grows_up else holes[count - moves :].flip(0)
-            self._move_pages(src_pages, dst_pages)
-        self._retreat(count)
+            # Pages ascending, so the page nearest the watermark is the last one of a pool that grows up; it gets the lowest hole.
+            src_pages = self._live_pages_of(is_live, moves, low)
+            dst_pages = (holes[:moves] if grows_up else holes[count - moves :]).flip(0)
+            self._move_out_of(owners, src_pages, dst_pages)
+        self._mark = mark - count if grows_up else mark + count
         self.holes.clear()
         return moves
 
+    def _count_live(self, owners: torch.Tensor, vacant: torch.Tensor, low: int) -> tuple[int, torch.Tensor]:
+        """How many pages of the window of ``len(vacant)`` pages from ``low`` on are live, and which (bool ``[window]``).
+
+        Raises:
+            CorruptMappingError: ``vacant`` (ascending) has not as many places outside the window.
+        """
+        count = vacant.shape[0]
+        is_live = owners >= 0
+        outside = vacant < low if self.grow_direction == "up" else vacant >= low + count
+        numbers = self._read_back.read(torch.count_nonzero(is_live), torch.count_nonzero(outside))
+        live, places = numbers[0], numbers[1]
+        if live != places:
+            raise self._contradiction(live, places, low, low + count)
+        return live, is_live
+
+    def _live_pages_of(self, is_live: torch.Tensor, count: int, low: int) -> torch.Tensor:
+        """The ``count`` live pages of a window that begins at page ``low``, ascending."""
+        if count == is_live.shape[0]:
+            return self._numbers[low : low + count]
+        return Sources(torch.cumsum(is_live, 0)).places(self._numbers_from_one(count)) + low
+
+    def _move_out_of(self, owners: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
+        """Move all live pages out of a window, given its part of the inverse table."""
+        if src_pages.shape[0] == owners.shape[0]:
+            virtual_pages = owners.clone()
+        else:
+            virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
+        self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
+        self._tables.bind(virtual_pages, dst_pages)
+        owners.fill_(-1)
+
     def _pack_in_part(self) -> int:
         """Any other pass: up to the cap, and up to the first page that the running forward will write."""
-        holes = self.holes.sorted()
+        holes = self._retreat_over_touching(self.holes.sorted())
         count = holes.shape[0]
-        grows_up = self.grow_direction == "up"
-        mark = self.watermark_physical
-        nearest_first = (mark - 1) - holes.flip(0) if grows_up else holes - (mark + 1)
-        touching = torch.count_nonzero(nearest_first == self._numbers[:count])
         most = min(count, self._lazy_max_moves_per_call, self._live_pages_lazy)
         if not most:
-            self._give_back(holes, self._values(self._read_back.post(touching))[0], 0)
             return 0
+        grows_up = self.grow_direction == "up"
+        mark = self._mark
         window = min(count + len(self._pending), self._allocated_pages())
-        owners = (
-            self.physical_to_virtual[mark - window : mark]
-            if grows_up
-            else self.physical_to_virtual[mark + 1 : mark + 1 + window]
-        )
-        at = live_places(owners.flip(0) if grows_up else owners).places(self._numbers_from_one(most))
-        farthest_first = nearest_first.flip(0)[:most]
-        writing = self._forward.unfinished_write_set()
-        blocked_from: torch.Tensor | int = window
-        if writing is not None:
-            virtual_pages = torch.div(writing, self.page_size, rounding_mode="floor")
-            blocked_from = first_blocked(self._tables.physical_of(virtual_pages), mark, grows_up, window)
-        ticket = self._read_back.post(touching, count_moves(at, farthest_first, blocked_from))
-        given_back, moves = self._values(ticket)[:2]
-        if moves:
-            at = at[:moves]
-            src_pages = (mark - 1) - at if grows_up else at + (mark + 1)
-            self._move_pages(src_pages, holes[:moves] if grows_up else holes[count - moves :].flip(0))
-        self._give_back(holes, given_back, moves)
-        if moves:
-            self._vacate_pages(src_pages)
-        return moves
-
-    def _give_back(self, holes: torch.Tensor, touching: int, filled: int) -> None:
-        """Boundary holes leave the band, filled ones the list; ``holes`` are all of them, ascending."""
-        if touching or filled:
-            end = holes.shape[0]
-            kept = (
-                holes[filled : end - touching]
-                if self.grow_direction == "up"
-                else holes[touching : end - filled]
-            )
-            self.holes.set_sorted(kept)
-            self._retreat(touching)
-
-    def _move_pages(self, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
-        """Copy the pages' bytes, then point the tables at them."""
-        virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
+        inverse = self.physical_to_virtual
+        owners = inverse[mark - window : mark].flip(0) if grows_up else inverse[mark + 1 : mark + 1 + window]
+        at = live_places(owners).places(self._numbers_from_one(most))
+        # From here on in pages. Where there is no further live page, ``at`` is the first place past the window, which may not move.
+        if grows_up:
+            src_pages, dst_pages, stop = (mark - 1) - at, holes[:most], mark - 1 - window
+        else:
+            src_pages, dst_pages, stop = at + (mark + 1), holes[count - most :].flip(0), mark + 1 + window
+        blocked = self._first_written(stop)
+        if grows_up:
+            beyond = dst_pages.clamp(min=stop) if blocked is None else torch.maximum(dst_pages, blocked)
+            is_move = src_pages > beyond
+        else:
+            beyond = dst_pages.clamp(max=stop) if blocked is None else torch.minimum(dst_pages, blocked)
+            is_move = src_pages < beyond
+        moves = self._read_back.read(torch.count_nonzero(is_move))[0]
+        if not moves:
+            return 0
+        if moves != most:
+            src_pages, dst_pages = src_pages[:moves], dst_pages[:moves]
+        virtual_pages = inverse.index_select(0, src_pages)
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
         self._tables.remap_moved(virtual_pages, src_pages, dst_pages)
+        self.holes.set_sorted(holes[moves:] if grows_up else holes[: count - moves])
+        self._vacate_pages(src_pages)
+        return moves
+
+    def _retreat_over_touching(self, holes: torch.Tensor) -> torch.Tensor:
+        """Give back the holes (ascending) that touch the watermark; returns the others."""
+        count = holes.shape[0]
+        grows_up = self.grow_direction == "up"
+        first = self._mark - count if grows_up else self._mark + 1
+        # As many pages as there are holes, up to the watermark: a hole touches it exactly if it is where it would be if all did.
+        touching = self._read_back.read(torch.count_nonzero(holes == self._numbers[first : first + count]))[0]
+        if not touching:
+            return holes
+        holes = holes[: count - touching] if grows_up else holes[touching:]
+        self.holes.set_sorted(holes)
+        self._mark += -touching if grows_up else touching
+        return holes
+
+    def _first_written(self, stop: int) -> torch.Tensor | None:
+        """The page nearest the watermark that the unfinished forward will write, ``stop`` if that is nearer; int64 ``[]``."""
+        tokens = self._forward.unfinished_write_set()
+        if tokens is None:
+            return None
+        pages = self._tables.physical_of(self._pages_named(tokens))  # -1 for tokens freed since
+        if self.grow_direction == "up":
+            return pages.amax().clamp(min=stop)
+        return torch.where(pages < 0, stop, pages).amin().clamp(max=stop)
 
     def _vacate_pages(self, src_pages: torch.Tensor) -> None:
         reader = self._forward.latest_unfinished()
@@ -130,18 +163,13 @@ class DeviceMultiEndedAllocator(LateFlush):
             return
         count = freed.shape[0]
         grows_up = self.grow_direction == "up"
-        old_mark = self.watermark_physical
+        low = self._mark - count if grows_up else self._mark + 1
+        owners = self.physical_to_virtual[low : low + count]
+        moves, is_live = self._count_live(owners, freed, low)
         self._retreat(count)
-        low, high = (old_mark - count, old_mark) if grows_up else (old_mark + 1, old_mark + 1 + count)
-        owners = self.physical_to_virtual[low:high]
-        beyond = freed < low if grows_up else freed >= high
-        ticket = self._read_back.post(torch.count_nonzero(owners >= 0), torch.count_nonzero(beyond))
-        moves, places = self._values(ticket)[:2]
-        if moves != places:
-            raise self._contradiction(moves, places, low, high)
         if moves:
-            src_pages = live_places(owners).places(self._numbers_from_one(moves)) + low
-            self._move_pages(src_pages, freed[:moves] if grows_up else freed[count - moves :])
+            src_pages = self._live_pages_of(is_live, moves, low)
+            self._move_out_of(owners, src_pages, freed[:moves] if grows_up else freed[count - moves :])
 
     def _contradiction(self, live: int, places: int, low: int, high: int) -> CorruptMappingError:
         return CorruptMappingError(

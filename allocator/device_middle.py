@@ -40,7 +40,7 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
         # Something between the borders is live, so no hole touches both.
         at_low = torch.count_nonzero(holes == numbers + self.low_wm_page)
         at_high = torch.count_nonzero(holes == numbers + (self.high_wm_page - count))
-        low, high = self._values(self._read_back.post(at_low, at_high))[:2]
+        low, high = self._read_back.read(at_low, at_high)[:2]
         if low or high:
             self.holes.set_sorted(holes[low : count - high])
             self.low_wm_page += low

@@ -59,7 +59,7 @@ def count_moves(
         limit = targets.clamp(max=blocked_from)
     else:
         limit = torch.minimum(targets, blocked_from)
-    return (sources < limit).sum()
+    return torch.count_nonzero(sources < limit)
 
 
 def first_blocked(

@@ -9,7 +9,6 @@ import torch
 
 from allocator.band import Band
 from allocator.late_checks import LateChecks
-from allocator.read_back import Ticket
 
 
 class DeviceReleasingBand(LateChecks):
@@ -36,12 +35,6 @@ class DeviceReleasingBand(LateChecks):
     def blocking_reads(self) -> int:
         """How often the host waited for numbers that a call could not do without."""
         return self._read_back.blocking_reads
-
-    @staticmethod
-    def _values(ticket: Ticket) -> list[int]:
-        """A ticket's numbers; waits for them if they are not there yet."""
-        ticket.wait()
-        return ticket.values()
 
     # -- pools of this buffer whose numbers are on their way: see `allocator.deferring`
 
@@ -108,8 +101,7 @@ class DeviceReleasingBand(LateChecks):
             return pages
         ascending = torch.sort(pages)[0]
         is_new = ascending[1:] != ascending[:-1]
-        ticket = self._read_back.post(torch.count_nonzero(is_new))
-        distinct = 1 + self._values(ticket)[0]
+        distinct = 1 + self._read_back.read(torch.count_nonzero(is_new))[0]
         if distinct == count:
             return ascending
         # The n-th distinct page lies where the n-th change of value is seen.

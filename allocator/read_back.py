@@ -84,6 +84,13 @@ class ReadBack:
         self._tickets[slot] = weakref.ref(ticket)
         return ticket
 
+    def read(self, *numbers: torch.Tensor) -> list[int]:
+        """`post` and take the values, for whoever knows that they are there at once, or cannot do without them."""
+        ticket = self.post(*numbers)
+        if not self.immediate:
+            ticket.wait()
+        return ticket.values()
+
     def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
         """An event behind the copies just queued."""
         event = torch.cuda.Event()
