@@ -12,7 +12,7 @@ from allocator.device_plan import count_moves, first_blocked, live_places, unfil
 from allocator.error_log import Fault
 from allocator.forwards import ForwardDoneEvent
 from allocator.read_back import LateCount, Ticket
-from allocator.unsettled import FAR, Flushed, PendingBatch
+from allocator.unsettled import FAR, Flushed, Packed, PendingBatch
 
 
 class LateFlush(DeferringBand):
@@ -27,8 +27,9 @@ class LateFlush(DeferringBand):
         super().clear()
 
     def _pack_late(self) -> int:
-        """The urgent pass. It leaves nothing open: live pages are counted, so the packed band is known, whatever was not known before."""
-        self._settle_live()
+        """The urgent pass. Where live pages are counted it leaves nothing open: the packed band is known, whatever was not known before."""
+        if self._journal is not None and not self._journal.live_is_known():
+            return self._pack_uncounted()
         grows_up = self.grow_direction == "up"
         band, live = self._allocated_pages(), self._live_pages_lazy
         window = band - live
@@ -45,17 +46,12 @@ class LateFlush(DeferringBand):
         sources = live_places(owners.flip(0) if grows_up else owners)
         moves = sources.count
         rows = min(live, window, ascending.shape[0])
-        src_pages = dst_pages = self._numbers[:0]
+        ticket = self._order_after_forward(moves)
+        self._note_contradiction(ascending < low if grows_up else ascending >= high, moves)
         if rows:
             at = sources.places(self._numbers_from_one(rows))
-            self._note_contradiction(ascending, moves, low, high)
-            is_move = (self._numbers[:rows] < moves) & self._errors.ok
-            src_pages = torch.where(is_move, (high - 1) - at if grows_up else at + low, 0)
-            dst_pages = torch.where(is_move, ascending[:rows] if grows_up else ascending.flip(0)[:rows], 0)
-        ticket = self._read_back.post(moves)
-        self._order_after_forward(moves, ticket)
-        if rows:
-            self._move_rows(src_pages, dst_pages)
+            pages = (high - 1) - at if grows_up else at + low
+            self._move_first(moves, pages, ascending[:rows] if grows_up else ascending.flip(0)[:rows])
         if self._journal is not None:
             # What is left of it cannot change anything any more: no hole and no pending page is left, and live pages are counted.
             self._settle_ids(self._journal.known)
@@ -65,15 +61,54 @@ class LateFlush(DeferringBand):
         self._mark = mark
         return self._later(ticket, 0)
 
-    def _order_after_forward(self, moves: torch.Tensor, ticket: Ticket) -> None:
-        """Order the stream after the running forward. The other strategies do so only if a page moves, and then forget what the forward
-        writes; here the waiting costs the host nothing, and the forgetting comes when it is known."""
+    def _pack_uncounted(self) -> int:
+        """The urgent pass while it is open how many pages a free of tokens has given back: window and watermark are the registers'."""
+        self._unsettle()
+        registers, numbers = self._registers, self._numbers
+        grows_up = self.grow_direction == "up"
+        window = min(registers.holes.shape[0], self._allocated_pages())
+        if not window:
+            return 0
+        count, mark = registers.count, registers.mark
+        row = numbers[:window]
+        pages = window_pages(row, mark, grows_up=grows_up, low=self.min_page_index, high=self.num_pages)
+        owners = torch.where(row < count, torch.take(self.physical_to_virtual, pages), -1)
+        sources = live_places(owners)
+        moves = sources.count
+        ascending = registers.sorted(numbers, padding=FAR if grows_up else -1)
+        ticket = self._order_after_forward(moves)
+        is_hole = (ascending < FAR) & (ascending >= 0)
+        self._note_contradiction(is_hole & (self._place_of(ascending, mark) >= count), moves)
+        rows = min(self._live_pages_lazy, window)
+        if rows:
+            at = sources.places(self._numbers_from_one(rows)).clamp(max=window - 1)
+            self._move_first(moves, pages[at], ascending[:rows] if grows_up else ascending.flip(0)[:rows])
+        registers.mark = mark - count if grows_up else mark + count
+        registers.holes, registers.count, registers.ascending = (
+            registers.holes[:0],
+            torch.zeros_like(count),
+            True,
+        )
+        self._note(Packed())
+        return self._later(ticket, 0)
+
+    def _order_after_forward(self, moves: torch.Tensor) -> Ticket:
+        """Order the stream after the running forward, and send the number of moves on its way.
+
+        The other strategies order only if a page moves, and then forget what the forward writes. Here ordering costs the host nothing, so
+        it is always done, and the forgetting comes when the number is known."""
         forward = self._forward
         writing = forward.writing
         forward.settle()
-        if writing is not None:
-            forward.set_writing(*writing)
-            self._write_ended = (forward.writing, moves > 0, ticket)
+        if writing is None:
+            return self._read_back.post(moves)
+        ends = moves > 0
+        if self._write_ended is not None and self._write_ended[0] is writing:
+            ends = ends | self._write_ended[1]
+        ticket = self._read_back.post(moves, torch.count_nonzero(ends))
+        forward.set_writing(*writing)
+        self._write_ended = (forward.writing, ends, ticket)
+        return ticket
 
     def _still_writes(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the unfinished forward has yet to write (virtual token ids), and whether that is void (bool ``[]``; None: it is not)."""
@@ -84,7 +119,7 @@ class LateFlush(DeferringBand):
         if not ended[2].ready():
             self._write_ended = ended
             return tokens, ended[1]
-        if ended[2].values()[0]:
+        if ended[2].values()[1]:
             self._forward.stop_writing()
             return None, None
         return tokens, None
@@ -123,9 +158,7 @@ class LateFlush(DeferringBand):
             moves = count_moves(at, targets, self._blocked_from(mark, window))
         ticket = self._read_back.post(touching, moves)
         if rows:
-            is_move = (numbers[:rows] < moves) & self._errors.ok
-            src_pages = torch.where(is_move, pages[at.clamp(max=window - 1)], 0)
-            self._move_rows(src_pages, torch.where(is_move, farthest[:rows], 0))
+            src_pages = self._move_first(moves, pages[at.clamp(max=window - 1)], farthest[:rows])
         reader = self._forward.latest_unfinished() if rows else None
         batch = None if reader is None else PendingBatch(src_pages, moves, rows, None)
         registers.holes = unfilled_and_vacated(
@@ -161,29 +194,31 @@ class LateFlush(DeferringBand):
         mark = self._mark
         low, high = (mark, mark + count) if grows_up else (mark + 1 - count, mark + 1)
         sources = live_places(self.physical_to_virtual[low:high])
-        row = self._numbers[:count]
-        self._note_contradiction(freed, sources.count, low, high)
-        is_move = (row < sources.count) & self._errors.ok
-        src_pages = torch.where(is_move, sources.places(self._numbers_from_one(count)) + low, 0)
+        self._note_contradiction(freed < low if grows_up else freed >= high, sources.count)
         # Those outside the window are the first for a pool that grows up, the last for one that grows down.
+        row = self._numbers[:count]
         outside = freed if grows_up else freed[(row + (count - sources.count)).clamp(max=count - 1)]
-        self._move_rows(src_pages, torch.where(is_move, outside, 0))
+        self._move_first(sources.count, sources.places(self._numbers_from_one(count)) + low, outside)
 
-    def _note_contradiction(self, holes: torch.Tensor, live: torch.Tensor, low: int, high: int) -> None:
-        """As many holes must lie beyond ``[low, high)`` as live pages inside; ``holes`` may have padding, which lies on the other side."""
-        beyond = torch.count_nonzero(holes < low if self.grow_direction == "up" else holes >= high)
+    def _note_contradiction(self, is_beyond: torch.Tensor, live: torch.Tensor) -> None:
+        """As many holes must lie beyond a window that is vacated as live pages inside."""
         nothing = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        self._errors.note(Fault.CONTRADICTION, (beyond != live).reshape(1), nothing, nothing)
+        is_wrong = torch.count_nonzero(is_beyond) != live
+        self._errors.note(Fault.CONTRADICTION, is_wrong.reshape(1), nothing, nothing)
 
-    def _move_rows(self, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
-        """`DeviceMultiEndedAllocator._move_pages` with padding rows: page 0 onto itself, which leaves bytes and tables as they are."""
+    def _move_first(
+        self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Move the first ``moves`` (int64 ``[]``) of the pairs, and return the sources. The others become the padding page onto itself,
+        which leaves bytes and tables as they are; so do all of them once a fault has frozen the pool."""
+        is_move = (self._numbers[: src_pages.shape[0]] < moves) & self._errors.ok
+        src_pages, dst_pages = torch.where(is_move, src_pages, 0), torch.where(is_move, dst_pages, 0)
         virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
-        self._tables.bind(
-            virtual_pages, dst_pages
-        )  # rows that are none bind 0 to 0, also when a fault has frozen the tables
+        self._tables.bind(virtual_pages, dst_pages)
         # The padding page stays mapped; the row past the table, which padding rows clear instead, is -1 already.
         self.physical_to_virtual.index_fill_(0, torch.where(src_pages > 0, src_pages, self.num_pages), -1)
+        return src_pages
 
     @staticmethod
     def _later(ticket: Ticket, index: int) -> int:

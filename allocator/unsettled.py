@@ -122,6 +122,14 @@ class Flushed(Entry):
             numbers.pending += self.batch.most
 
 
+@dataclass
+class Packed(Entry):
+    """An urgent flush: no hole is left, and nothing waits."""
+
+    def apply(self, numbers: Numbers, values: list[int] | None) -> None:
+        numbers.band, numbers.pending = numbers.live, 0
+
+
 class Journal:
     """What is known for certain, what was done since, and the bounds that follow."""
 

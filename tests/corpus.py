@@ -20,7 +20,7 @@ from replayer.targets import TargetOptions
 TRACES = Path(__file__).parents[1] / "traces"
 BASELINE = TRACES / "baseline.json"
 SUFFIX = ".msgpack.zst"
-STRATEGIES = ("per-row", "hybrid", "batched")
+STRATEGIES = ("per-row", "hybrid", "batched", "device")
 FLUSH_EVERY = 20
 """Engines that place blocks freely never flush: they replay with a flush of every pool after so many events."""
 LARGE_EVENTS = 100_000
@@ -37,18 +37,24 @@ def name_of(path: Path) -> str:
     return path.name.removesuffix(SUFFIX)
 
 
+def flush_every(path: Path) -> int:
+    """Events between flushes of every pool; 0 where the engine flushes itself."""
+    with TraceReader(path) as reader:
+        compacts = reader.header.settings.get("placement") != "free"
+    return 0 if compacts else FLUSH_EVERY
+
+
 def replay_trace(path: Path, strategy: str) -> Outcome:
     """With every check and the ledger."""
     with TraceReader(path) as reader:
         footer = reader.find_footer()
-        compacts = reader.header.settings.get("placement") != "free"
     large = footer is not None and footer.events > LARGE_EVENTS and strategy != "batched"
     return replay(
         ReplayOptions(
             path,
             target=TargetOptions(strategy=strategy),
             until=FIRST_EVENTS if large else None,
-            flush_every=0 if compacts else FLUSH_EVERY,
+            flush_every=flush_every(path),
         )
     )
 

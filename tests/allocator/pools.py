@@ -21,6 +21,7 @@ def two_ends(
     lazy: bool = True,
     total_bytes: int = 64 * 256,
     strategy: str = "batched",
+    end_class: type[MultiEndedAllocator] = MultiEndedAllocator,
     **spec: Any,
 ):
     """``full`` growing down and ``swa`` growing up in one buffer of ``total_bytes``; entries of 64 and 128 bytes."""
@@ -38,7 +39,7 @@ def two_ends(
     ]
     buffer = UnifiedKVPool(total_bytes=total_bytes, sub_pool_specs=specs, device="cpu", page_size=page_size)
     made = {
-        each.name: MultiEndedAllocator(
+        each.name: end_class(
             kvcache=kv_store_for(buffer, each.name), unified_buffer=buffer, sub_pool_name=each.name, device="cpu", is_id_owner=True,
             page_size=page_size, lazy_compaction=lazy, strategy=strategy,
         )

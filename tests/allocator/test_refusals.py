@@ -60,10 +60,15 @@ REFUSED: list[tuple[str, type[AllocatorError], list[int], Callable[[MultiEndedAl
     ("error", "bad", "call"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+@pytest.mark.parametrize("strategy", ["batched", "device"])
 def test_refused_and_nothing_changed(
-    lazy: bool, error: type[AllocatorError], bad: list[int], call: Callable[[MultiEndedAllocator], object]
+    strategy: str,
+    lazy: bool,
+    error: type[AllocatorError],
+    bad: list[int],
+    call: Callable[[MultiEndedAllocator], object],
 ) -> None:
-    full, swa = two_ends(lazy=lazy)
+    full, swa = two_ends(lazy=lazy, strategy=strategy)
     full.alloc(16)
     swa.alloc(8)
     full.free(ids(16))
@@ -166,6 +171,11 @@ def test_impossible_configurations() -> None:
         MultiEndedAllocator(**common, is_id_owner=True, shards_under_dcp=True)
     with pytest.raises(ConfigurationError):
         MultiEndedAllocator(**common, is_id_owner=True, page_size=512)
+
+    class Derived(MultiEndedAllocator): ...
+
+    with pytest.raises(ConfigurationError, match="DeviceMultiEndedAllocator"):
+        Derived(**common, is_id_owner=True, strategy="device")
 
 
 def test_ids_handed_out_are_not_views_of_the_free_list() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from allocator import STRATEGIES
+from allocator.device_end import DeviceMultiEndedAllocator
+from tests.allocator.delayed import NeverEnd, NeverFloat, SlowEnd, SlowFloat
 from tests.golden.transcripts import DATA, Player, lines
 
 pytestmark = pytest.mark.cpu
@@ -36,3 +38,37 @@ def test_every_line_equals_sglang(path: Path, strategy: str) -> None:
             assert player.state(name, expected) == expected, (
                 f"{path.name} line {number}: {line['op']}, state of {name}"
             )
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.name.removesuffix(".jsonl.zst"))
+@pytest.mark.parametrize(
+    ("classes", "look_every"),
+    [((NeverEnd, NeverFloat), 13), ((NeverEnd, NeverFloat), 1_000_000), ((SlowEnd, SlowFloat), 5)],
+    ids=["never, looked at", "never", "slow"],
+)
+def test_numbers_that_come_late_change_no_placement(
+    path: Path, classes: tuple[type, type], look_every: int
+) -> None:
+    """As on a GPU that is busy: between two looks, which settle everything, the allocators work on what they know."""
+    transcript = lines(path)
+    player = Player(next(transcript)["header"], "device", *classes)
+    for number, line in enumerate(transcript, start=2):
+        result = player.call(line)
+        looks = number % look_every == 0
+        if looks or line["op"].startswith("alloc"):
+            assert result == line.get("result"), f"{path.name} line {number}: {line['op']}"
+        if not looks:
+            continue
+        for made in player.allocators.values():
+            if isinstance(made, DeviceMultiEndedAllocator):
+                assert (
+                    made.watermark_physical >= 0
+                )  # asking settles; sizes of neighbours are exact only after that
+        for name, expected in line["state"].items():
+            assert player.state(name, expected) == expected, (
+                f"{path.name} line {number}: {line['op']}, state of {name}"
+            )
+    for name, expected in line["state"].items():
+        for made in player.allocators.values():
+            assert made.watermark_physical >= -1
+        assert player.state(name, expected) == expected, f"{path.name}, the end: state of {name}"

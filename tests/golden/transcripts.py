@@ -63,7 +63,13 @@ def spec_of(pool: dict[str, Any]) -> SubPoolSpec:
 class Player:
     """Our allocators, wired as the transcript's header says."""
 
-    def __init__(self, header: dict[str, Any], strategy: str) -> None:
+    def __init__(
+        self,
+        header: dict[str, Any],
+        strategy: str,
+        end_class: type[MultiEndedAllocator] = MultiEndedAllocator,
+        float_class: type[FloatMultiEndedAllocator] = FloatMultiEndedAllocator,
+    ) -> None:
         pools = header["pools"]
         page_size = max(pool["page_size"] for pool in pools)
         buffer = UnifiedKVPool(
@@ -79,7 +85,7 @@ class Player:
         for pool in pools:
             is_float = pool["grow_direction"] == "float"
             owner = pool.get("is_id_owner", True)
-            made = (FloatMultiEndedAllocator if is_float else MultiEndedAllocator)(
+            made = (float_class if is_float else end_class)(
                 kvcache=kv_store_for(buffer, pool["name"]),
                 unified_buffer=buffer,
                 sub_pool_name=pool["name"],
