@@ -8,7 +8,7 @@ import torch
 
 from allocator.end import MultiEndedAllocator
 from allocator.error_log import ErrorLog, Fault
-from allocator.errors import AllocatorError, BindError
+from allocator.errors import AllocatorError, BindError, NotAllocatedError
 from allocator.read_back import ReadBack
 from allocator.tables import PageTables
 
@@ -83,6 +83,11 @@ class LateChecks(MultiEndedAllocator):
         if self._read_back.immediate:
             return super()._require_live(virtual_pages, may_repeat=may_repeat)
         self._look_for_errors()
+        if virtual_pages.shape[0] > self.num_virtual_ids:
+            raise NotAllocatedError(
+                f"a free names {virtual_pages.shape[0]} pages, but there are {self.num_virtual_ids}",
+                pool=self.sub_pool_name,
+            )
         physical_pages = self._tables.physical_of(virtual_pages)
         bad = physical_pages <= 0
         self._errors.note(Fault.NOT_LIVE, bad, physical_pages, virtual_pages)

@@ -1,0 +1,156 @@
+"""Where nobody waits for an answer, a call that cannot be right is written down on the device, freezes the pool, and raises soon after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from allocator import MultiEndedAllocator
+from allocator.errors import (
+    AllocatorError,
+    BindError,
+    CorruptMappingError,
+    DuplicateFreeError,
+    NotAllocatedError,
+)
+from replayer.ledger import SyncLedger
+from tests.allocator.delayed import NeverEnd, SlowEnd
+from tests.allocator.pools import two_ends
+
+pytestmark = pytest.mark.cpu
+
+#: Calls after which the error must be there, with numbers that come at the fourth question: one read-back may be under way when the
+#: fault is written down, and the next one brings it.
+BOUND = 10
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+TWICE = (*range(8, 12), *range(8, 12))
+
+FAULTS: list[tuple[str, type[AllocatorError], int, Callable[[MultiEndedAllocator], object]]] = [
+    ("freed twice", NotAllocatedError, 4, lambda a: a.free(ids(16))),
+    ("never allocated", NotAllocatedError, 40, lambda a: a.free(ids(160))),
+    ("-1 beside a live id", NotAllocatedError, -1, lambda a: a.free(ids(8, -1))),
+    ("the padding page", NotAllocatedError, 0, lambda a: a.free(ids(0, 8))),
+    ("out of range", NotAllocatedError, 2500, lambda a: a.free(ids(10_000))),
+    ("a segment that is not live", NotAllocatedError, 4, lambda a: a.free_segment(torch.arange(16, 20), start_pos=0)),
+    ("one page twice in a segment", DuplicateFreeError, 2, lambda a: a.free_segment(ids(*TWICE), start_pos=0)),
+    ("one page twice by its pages", DuplicateFreeError, 3, lambda a: a.free(ids(12, 12), _pages=ids(3, 3))),
+    ("a live id bound again", BindError, 2, lambda a: a.alloc_with_virtual(ids(2))),
+    ("an id out of range bound", BindError, 999, lambda a: a.alloc_with_virtual(ids(50, 999))),
+    ("an id bound twice in one call", BindError, 50, lambda a: a.alloc_with_virtual(ids(50, 51, 50))),
+    ("bind outside the band", BindError, -1, lambda a: a.bind(ids(50), ids(5))),
+    ("unbind of an owner", NotAllocatedError, 2, lambda a: a.unbind(ids(2))),
+    ("a physical page that is not taken", NotAllocatedError, -1, lambda a: a.free_physical(torch.arange(4, 8))),
+]  # fmt: skip
+
+
+def filled(kind: type[MultiEndedAllocator], *, lazy: bool = True) -> MultiEndedAllocator:
+    full, swa = two_ends(lazy=lazy, strategy="device", end_class=kind)
+    full.alloc(16)
+    swa.alloc(8)
+    full.free_segment(torch.arange(16, 20), start_pos=0)
+    full.watermark_physical  # noqa: B018  waits until everything is known
+    return full
+
+
+def tables(made: MultiEndedAllocator) -> tuple[list[int], list[int]]:
+    return made.virtual_to_physical.tolist(), made.physical_to_virtual.tolist()
+
+
+@pytest.mark.parametrize(
+    ("error", "page", "call"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
+)
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+def test_a_fault_changes_no_table_and_raises_within_a_few_calls(
+    lazy: bool, error: type[AllocatorError], page: int, call: Callable[[MultiEndedAllocator], object]
+) -> None:
+    full = filled(SlowEnd, lazy=lazy)
+    before = tables(full)
+    number = full._errors.calls + 1  # type: ignore[attr-defined]
+    with pytest.raises(error) as raised:
+        call(full)
+        assert tables(full) == before
+        for _ in range(BOUND):
+            full.flush_for_allocation()
+            full.alloc(4)
+            assert tables(full) == before, "a frozen pool was written"
+        pytest.fail(f"no error within {BOUND} calls")
+    assert (raised.value.pool, raised.value.ids) == ("full", [page])
+    assert "call " in str(raised.value) and f"virtual page {page}" in str(raised.value)
+    named = int(str(raised.value).split("call ")[1].split()[0])
+    assert number <= named <= number + 1  # a bind is two checks
+    with pytest.raises(error):
+        full.alloc(4)  # again and again, until the pool is cleared
+    full.clear()
+    assert full.alloc(4) is not None
+
+
+def test_more_pages_than_there_are() -> None:
+    late = filled(SlowEnd)
+    before = tables(late)
+    late.free(torch.arange(-4, 4000))
+    assert tables(late) == before
+    with pytest.raises(NotAllocatedError) as raised:
+        for _ in range(BOUND):
+            late.alloc(4)
+    assert raised.value.ids == [-1]
+    with pytest.raises(NotAllocatedError, match="names 1001 pages"):
+        filled(SlowEnd, lazy=False).free(torch.arange(-4, 4000))
+
+
+def test_the_first_fault_is_the_one_that_is_named() -> None:
+    full = filled(NeverEnd)
+    full.free_segment(torch.arange(160, 164), start_pos=0)
+    full.free_segment(torch.arange(200, 204), start_pos=0)
+    with pytest.raises(NotAllocatedError) as raised:
+        full._errors.look("full", wait=True)  # type: ignore[attr-defined]
+    assert raised.value.ids == [40]
+
+
+def test_writing_a_fault_down_asks_the_device_nothing() -> None:
+    with SyncLedger("cpu") as ledger:
+        full = filled(NeverEnd)
+        ledger.host(*full.pinned_host_tensors, pinned=True)  # type: ignore[attr-defined]
+        with ledger.call("free", audit=True) as good:
+            full.free(torch.arange(8, 12))
+        with ledger.call("free", audit=True) as bad:
+            full.free_segment(torch.arange(160, 164), start_pos=0)
+        with ledger.call("flush", audit=True) as flush:
+            full.flush_opportunistic()
+    assert (good.total, bad.total, flush.total) == (0, 0, 0)
+    assert ledger.disagreements == []
+
+
+def test_what_a_frozen_pool_hands_out_is_the_padding_page() -> None:
+    """The host may have a wrong idea of what is free by then; no live page's bytes may be zeroed or written for it."""
+    full = filled(NeverEnd)
+    live = full.virtual_to_physical[2:4].tolist()
+    full.free_segment(torch.arange(160, 164), start_pos=0)
+    full.flush_for_allocation()
+    tokens = full.alloc(8)
+    assert tokens is not None
+    assert full.translate_kv_loc(tokens).tolist() == [0] * 8
+    assert full.virtual_to_physical[2:4].tolist() == live
+    assert full.virtual_to_physical[0] == 0 and full.virtual_to_physical[-1] == -1
+    assert full.physical_to_virtual[0] == 0 and full.physical_to_virtual[-1] == -1
+
+
+@pytest.mark.parametrize("kind", [NeverEnd, MultiEndedAllocator], ids=["late", "at once"])
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+def test_tables_that_contradict_the_holes_are_found_by_the_next_compaction(
+    kind: type[MultiEndedAllocator], lazy: bool
+) -> None:
+    full, _ = two_ends(strategy="device", lazy=lazy, end_class=kind)
+    full.alloc(32)
+    lost = int(full.virtual_to_physical[2])  # the page next to the watermark
+    full.physical_to_virtual[lost] = -1
+    with pytest.raises(CorruptMappingError):
+        full.free(torch.arange(36, 40))
+        full.flush_for_allocation()
+        full._errors.look("full", wait=True)  # type: ignore[attr-defined]
