@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         default="batched",
         metavar="S,...",
-        help="lookup strategies: batched, hybrid, per-row (default batched)",
+        help="strategies: batched, device, hybrid, per-row (default batched)",
     )
     parser.add_argument(
         "--allocator", default="kvtape", metavar="NAME", help="kvtape, or MODULE:CLASS (default kvtape)"

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kvtape (default), sglang, or MODULE:CLASS[,MODULE:FLOAT_CLASS] with MultiEndedAllocator's arguments",
     )
     target.add_argument(
-        "--strategy", default="batched", help="mapping lookup of a flush: per-row, hybrid, batched (default)"
+        "--strategy",
+        default="batched",
+        help="how a flush finds what moves: per-row, hybrid, batched (default), device",
     )
     target.add_argument(
         "--compare", metavar="STRATEGY,...", help="replay with each strategy and print one table"
