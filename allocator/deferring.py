@@ -28,8 +28,13 @@ class DeferringBand(DeviceReleasingBand):
     holes: BoundedHoleList
     _journal: Journal | None = None
     _registers: Registers
+    #: Goes up with whatever changes what a flush could do, apart from the running forward.
+    _version = 0
+    #: After a flush that has done all it could: the version it left, and the write set it met.
+    _idle: tuple[int, tuple[ForwardDoneEvent, torch.Tensor] | None] | None = None
 
     def clear(self) -> None:
+        self._version += 1
         self._journal = None
         self._pending = DevicePendingReuse()
         self.holes = BoundedHoleList(self.device)
@@ -208,7 +213,16 @@ class DeferringBand(DeviceReleasingBand):
             self._settle()
         return super()._pages_for_growth(count)
 
+    def bind(self, virtual_ids: torch.Tensor, physical_ids: torch.Tensor) -> None:
+        self._version += 1
+        super().bind(virtual_ids, physical_ids)
+
+    def unbind(self, virtual_ids: torch.Tensor) -> None:
+        self._version += 1
+        super().unbind(virtual_ids)
+
     def take_physical_pages(self, num_pages: int) -> torch.Tensor | None:
+        self._version += 1
         if not self._poll_chain() and num_pages * self.page_size > self.available_size():
             self._settle_chain()
         if self._read_back.immediate:
@@ -222,6 +236,7 @@ class DeferringBand(DeviceReleasingBand):
         return None if taken is None else torch.where(self._errors.ok, taken, 0)
 
     def _release_physical(self, physical_pages: torch.Tensor) -> None:
+        self._version += 1
         self._poll()
         if self._journal is None:
             super()._release_physical(physical_pages)
@@ -278,6 +293,7 @@ class DeferringBand(DeviceReleasingBand):
             self._errors.note(Fault.NOT_LIVE, self._tables.physical_of(last) <= 0, last, last)
         self._tables.unbind(virtual_pages, physical_pages)
         ticket = self._read_back.post(count)
+        self._version += 1
         self._unsettle()
         if self._ids is not None:
             cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, 1)
@@ -288,6 +304,7 @@ class DeferringBand(DeviceReleasingBand):
         if not self._pending:
             return
         released = self._pending.release_batches(wait=wait)
+        self._version += bool(released)
         self._poll()
         if self._journal is None:
             if released:
@@ -296,6 +313,17 @@ class DeferringBand(DeviceReleasingBand):
         for batch in released:
             self._registers.append(batch.pages, batch.count, self._numbers, self.num_pages)
             self._note(Returned(batch))
+
+    def _unchanged_since_idle(self) -> bool:
+        """Whether the last flush did all it could and nothing but the running forward can have changed since. Engines without work flush by
+        the thousand while a forward runs."""
+        return self._idle is not None and self._idle[0] == self._version
+
+    def _note_idle(self, *, is_capped: bool, holds_back: bool) -> None:
+        """A flush that is not urgent is over. Unless its cap ended it, all that could move has moved; and what it vacated, if it vacated
+        anything, was held back and is no hole yet (``holds_back``). Until something changes, another one would do nothing."""
+        is_idle = holds_back and not is_capped
+        self._idle = (self._version, self._forward.writing) if is_idle else None
 
     def _hold_back(self, reader: ForwardDoneEvent, batch: PendingBatch) -> None:
         """Pages moved away that an unfinished forward may still read."""

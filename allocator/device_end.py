@@ -25,6 +25,8 @@ class DeviceMultiEndedAllocator(LateFlush):
         if not self.lazy_compaction:
             return 0
         self._look_for_errors()
+        if urgent:
+            self._version += 1
         if self.moves_blocked():
             self._take_back_pending(wait=False)
             return 0
@@ -88,9 +90,17 @@ class DeviceMultiEndedAllocator(LateFlush):
 
     def _pack_in_part(self) -> int:
         """Any other pass: up to the cap, and up to the first page that the running forward will write."""
-        holes = self._retreat_over_touching(self.holes.sorted())
+        holes = self.holes.sorted()
+        if self._unchanged_since_idle():
+            written = self._forward.unfinished_write_set()
+            if self._idle is not None and self._forward.writing is self._idle[1]:
+                return 0
+        else:
+            holes = self._retreat_over_touching(holes)
+            written = self._forward.unfinished_write_set() if holes.shape[0] else None
         count = holes.shape[0]
-        most = min(count, self._lazy_max_moves_per_call, self._live_pages_lazy)
+        cap = self._lazy_max_moves_per_call
+        most = min(count, cap, self._live_pages_lazy)
         if not most:
             return 0
         grows_up = self.grow_direction == "up"
@@ -104,7 +114,7 @@ class DeviceMultiEndedAllocator(LateFlush):
             src_pages, dst_pages, stop = (mark - 1) - at, holes[:most], mark - 1 - window
         else:
             src_pages, dst_pages, stop = at + (mark + 1), holes[count - most :].flip(0), mark + 1 + window
-        blocked = self._first_written(stop)
+        blocked = None if written is None else self._first_written(written, stop)
         if grows_up:
             beyond = dst_pages.clamp(min=stop) if blocked is None else torch.maximum(dst_pages, blocked)
             is_move = src_pages > beyond
@@ -113,6 +123,7 @@ class DeviceMultiEndedAllocator(LateFlush):
             is_move = src_pages < beyond
         moves = self._read_back.read(torch.count_nonzero(is_move))[0]
         if not moves:
+            self._note_idle(is_capped=False, holds_back=True)
             return 0
         if moves != most:
             src_pages, dst_pages = src_pages[:moves], dst_pages[:moves]
@@ -120,7 +131,7 @@ class DeviceMultiEndedAllocator(LateFlush):
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
         self._tables.remap_moved(virtual_pages, src_pages, dst_pages)
         self.holes.set_sorted(holes[moves:] if grows_up else holes[: count - moves])
-        self._vacate_pages(src_pages)
+        self._note_idle(is_capped=moves == cap, holds_back=self._vacate_pages(src_pages))
         return moves
 
     def _retreat_over_touching(self, holes: torch.Tensor) -> torch.Tensor:
@@ -137,23 +148,22 @@ class DeviceMultiEndedAllocator(LateFlush):
         self._mark += -touching if grows_up else touching
         return holes
 
-    def _first_written(self, stop: int) -> torch.Tensor | None:
-        """The page nearest the watermark that the unfinished forward will write, ``stop`` if that is nearer; int64 ``[]``."""
-        tokens = self._forward.unfinished_write_set()
-        if tokens is None:
-            return None
+    def _first_written(self, tokens: torch.Tensor, stop: int) -> torch.Tensor:
+        """The page nearest the watermark that ``tokens`` are on, ``stop`` if that is nearer; int64 ``[]``."""
         pages = self._tables.physical_of(self._pages_named(tokens))  # -1 for tokens freed since
         if self.grow_direction == "up":
             return pages.amax().clamp(min=stop)
         return torch.where(pages < 0, stop, pages).amin().clamp(max=stop)
 
-    def _vacate_pages(self, src_pages: torch.Tensor) -> None:
+    def _vacate_pages(self, src_pages: torch.Tensor) -> bool:
+        """Sources of a move: holes at once, or held back, which is told, while a forward may still read them."""
         reader = self._forward.latest_unfinished()
         if reader is None:
             self.holes.add(src_pages)
-        else:
-            count = src_pages.shape[0]
-            self._hold_back(reader, PendingBatch(src_pages, count, count, count))
+            return False
+        count = src_pages.shape[0]
+        self._hold_back(reader, PendingBatch(src_pages, count, count, count))
+        return True
 
     def _compact_now(self, freed_pages: torch.Tensor) -> None:
         """Eager mode: as `_pack`, but pages keep their order: the lowest of the window goes to the lowest place freed outside it."""

@@ -129,6 +129,14 @@ class LateFlush(DeferringBand):
         band, live = self._allocated_pages(), self._live_pages_lazy
         if self._journal is None and not len(self.holes):
             return 0
+        written, is_void = self._still_writes()
+        if (
+            self._unchanged_since_idle()
+            and self._write_ended is None
+            and self._idle is not None
+            and self._forward.writing is self._idle[1]
+        ):
+            return 0
         self._unsettle()
         registers, numbers = self._registers, self._numbers
         grows_up = self.grow_direction == "up"
@@ -155,7 +163,7 @@ class LateFlush(DeferringBand):
         if rows:
             at = live_places(owners).places(self._numbers_from_one(rows))
             targets = torch.where(is_hole[:rows], self._place_of(farthest[:rows], mark), -1)
-            moves = count_moves(at, targets, self._blocked_from(mark, window))
+            moves = count_moves(at, targets, self._blocked_from(written, is_void, mark, window))
         ticket = self._read_back.post(touching, moves)
         if rows:
             src_pages = self._move_first(moves, pages[at.clamp(max=window - 1)], farthest[:rows])
@@ -171,16 +179,19 @@ class LateFlush(DeferringBand):
         self._note(Flushed(batch, ticket))
         if reader is not None and batch is not None:
             self._hold_back(reader, batch)
+        self._note_idle(is_capped=rows == self._lazy_max_moves_per_call, holds_back=batch is not None)
         return self._later(ticket, 1)
 
     def _place_of(self, pages: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
         return (mark - 1) - pages if self.grow_direction == "up" else pages - (mark + 1)
 
-    def _blocked_from(self, mark: torch.Tensor, window: int) -> torch.Tensor | int:
-        tokens, is_void = self._still_writes()
-        if tokens is None:
+    def _blocked_from(
+        self, written: torch.Tensor | None, is_void: torch.Tensor | None, mark: torch.Tensor, window: int
+    ) -> torch.Tensor | int:
+        """The first place of the window that the running forward will write, else the window's size."""
+        if written is None:
             return window
-        virtual_pages = torch.div(tokens, self.page_size, rounding_mode="floor")
+        virtual_pages = self._pages_named(written)
         blocked = first_blocked(
             self._tables.physical_of(virtual_pages), mark, self.grow_direction == "up", window
         )
