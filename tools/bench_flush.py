@@ -25,7 +25,7 @@ from replayer.bench import Candidate, kvtape_candidate, sglang_candidate
 from replayer.targets_sglang import sglang_version
 
 MOVES = (0, 1, 2, 3, 13, 64, 177, 1024, 2737, 16384)
-KINDS = ("urgent", "during a forward", "no forward")
+KINDS = ("urgent", "urgent, half vacant", "during a forward", "no forward")
 STRATEGIES = ("per-row", "hybrid", "batched", "device")
 
 
@@ -82,6 +82,9 @@ class Rig:
             places = pool.num_pages - 1 - self._order
         else:
             places = mark + 1 + self._order
+        if self.kind == "urgent, half vacant" and self.moves:
+            # Every other page next to the watermark is a hole too: the window holds as many live pages as are to move.
+            places = torch.cat([places, mark + 1 + 2 * torch.arange(self.moves)])
         owners = pool.physical_to_virtual[places]
         pool.free(owners * size, _pages=owners)
         if self.kind == "during a forward":
@@ -91,7 +94,7 @@ class Rig:
             far = pool.physical_to_virtual[pool.num_pages - 1 - self.moves - torch.arange(64)]
             pool.set_inflight_forward(event, far * size)
         begin = perf_counter_ns()
-        moved = pool._flush(urgent=self.kind == "urgent")
+        moved = pool._flush(urgent=self.kind.startswith("urgent"))
         took = perf_counter_ns() - begin
         if int(moved) != self.moves:
             raise SystemExit(f"{type(pool).__name__} moved {moved} pages where {self.moves} were to move")
@@ -108,7 +111,7 @@ def measure(
     candidates: Sequence[Candidate], moves: int, kind: str, pages: int, page_size: int, rounds: int
 ) -> dict[str, list[float]]:
     """Nanoseconds of a flush, by candidate, one median a round."""
-    live = 2 * max(moves, 64) + 128
+    live = 4 * max(moves, 64) + 128
     described = header(max(pages, 2 * live + 64), page_size, move_cap=1 << 20)
     rigs = {candidate.name: Rig(candidate.build(described), live, moves, kind) for candidate in candidates}
     repeats = 20 if moves > 3000 else 60 if moves > 500 else 200
