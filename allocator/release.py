@@ -146,12 +146,12 @@ class ReleasingBand(MappedBand):
         if not self.lazy_compaction:
             self._require_open_gate()
         self._order_after_readers()
-        virtual_pages = self.physical_to_virtual.index_select(0, physical_pages)
+        # Clamped: where a bad page is only written down (`allocator.error_log`), it must not be looked up either.
+        virtual_pages = torch.take(self.physical_to_virtual, physical_pages.clamp(-1, self.num_pages))
         # Rows without an owner write -1 into the sentinel, which holds -1 already; a mask would ask the device how many there are.
-        self.virtual_to_physical.index_fill_(
-            0, torch.where(virtual_pages < 0, self.num_virtual_ids, virtual_pages), -1
+        self._tables.unbind(
+            torch.where(virtual_pages < 0, self.num_virtual_ids, virtual_pages), physical_pages
         )
-        self.physical_to_virtual.index_fill_(0, physical_pages, -1)
         self._release_physical(physical_pages)
 
     def cancel_physical_reservation(self, free_index: torch.Tensor | None) -> None:

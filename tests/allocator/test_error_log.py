@@ -46,6 +46,7 @@ FAULTS: list[tuple[str, type[AllocatorError], int, Callable[[MultiEndedAllocator
     ("an id bound twice in one call", BindError, 50, lambda a: a.alloc_with_virtual(ids(50, 51, 50))),
     ("bind outside the band", BindError, -1, lambda a: a.bind(ids(50), ids(5))),
     ("unbind of an owner", NotAllocatedError, 2, lambda a: a.unbind(ids(2))),
+    ("a physical page out of range", NotAllocatedError, -1, lambda a: a.free_physical(torch.arange(40_000, 40_004))),
     ("a physical page that is not taken", NotAllocatedError, -1, lambda a: a.free_physical(torch.arange(4, 8))),
 ]  # fmt: skip
 
