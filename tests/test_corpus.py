@@ -40,7 +40,7 @@ def test_trace(path: Path) -> None:
 
 
 def check_budget(flush: FlushRecord, strategy: str) -> None:
-    """Nothing at all on the device; else one read of the holes, one of the write set while a forward runs, and what the lookup strategy reads for each page."""
+    """Nothing with `device`; else one read of the holes, one of the write set while a forward runs, and what lookups read a page."""
     if strategy == "device":
         assert flush.device_to_host == flush.host_to_device == flush.waits == 0, flush
         return
