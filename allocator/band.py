@@ -113,9 +113,8 @@ class Band(ABC):
         """Whether anything forbids moving pages now. Gates are asked every time: they turn without telling the allocator."""
         if self._reserved_for_load:
             return True
-        return any(
-            gate is not None and not gate() for gate in (self.disagg_move_gate, self.host_transfer_move_gate)
-        )
+        disagg, transfer = self.disagg_move_gate, self.host_transfer_move_gate
+        return (disagg is not None and not disagg()) or (transfer is not None and not transfer())
 
     def _drains_on_urgent_flush(self) -> bool:
         return self.lazy_compaction and not self.moves_blocked()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from allocator.device_plan import Sources, live_places
+from allocator.device_plan import live_places
 from allocator.errors import CorruptMappingError
 from allocator.late_flush import LateFlush
 from allocator.unsettled import PendingBatch
@@ -45,59 +45,114 @@ class DeviceMultiEndedAllocator(LateFlush):
         grows_up = self.grow_direction == "up"
         mark = self._mark
         low = mark - count if grows_up else mark + 1
-        owners = self.physical_to_virtual[low : low + count]
-        moves, is_live = self._count_live(owners, holes, low)
+        owners = self._tables.physical_to_virtual[low : low + count]
+        is_live = owners >= 0
+        moves = self._read_back.read(torch.count_nonzero(is_live))[0]
+        self._require_places(holes, moves, low)
         if moves:
             self._forward.settle()
-            # Pages ascending, so the page nearest the watermark is the last one of a pool that grows up; it gets the lowest hole.
-            src_pages = self._live_pages_of(is_live, moves, low)
-            dst_pages = (holes[:moves] if grows_up else holes[count - moves :]).flip(0)
-            self._move_out_of(owners, src_pages, dst_pages)
+            # Pages descending, holes ascending: the page nearest the watermark gets the farthest hole, whichever way the pool grows.
+            dst_pages = holes[:moves] if grows_up else holes[count - moves :]
+            self._move_out_of(owners, is_live, low, dst_pages)
         self._mark = mark - count if grows_up else mark + count
-        self.holes.clear()
+        self.holes.set_sorted(holes[:0])
         return moves
 
-    def _count_live(self, owners: torch.Tensor, vacant: torch.Tensor, low: int) -> tuple[int, torch.Tensor]:
-        """How many pages of the window of ``len(vacant)`` pages from ``low`` on are live, and which (bool ``[window]``).
+    def _require_places(self, vacant: torch.Tensor, live: int, low: int) -> None:
+        """Outside the window of ``len(vacant)`` pages from ``low`` on there are as many of the vacant pages (ascending) as live ones in it.
 
         Raises:
-            CorruptMappingError: ``vacant`` (ascending) has not as many places outside the window.
+            CorruptMappingError: there are not.
         """
         count = vacant.shape[0]
-        is_live = owners >= 0
-        outside = vacant < low if self.grow_direction == "up" else vacant >= low + count
-        numbers = self._read_back.read(torch.count_nonzero(is_live), torch.count_nonzero(outside))
-        live, places = numbers[0], numbers[1]
-        if live != places:
-            raise self._contradiction(live, places, low, low + count)
-        return live, is_live
+        grows_up = self.grow_direction == "up"
+        border = low if grows_up else low + count
+        # So many are if the border lies between two neighbours of the list, and they are asked where it lies.
+        below = live if grows_up else count - live
+        neighbours = self._read_back.read_row(vacant[max(0, below - 1) : below + 1])
+        fits = (below == 0 or neighbours[0] < border) and (below == count or neighbours[-1] >= border)
+        if not fits:
+            raise self._contradiction(vacant, live, low)
 
-    def _live_pages_of(self, is_live: torch.Tensor, count: int, low: int) -> torch.Tensor:
-        """The ``count`` live pages of a window that begins at page ``low``, ascending."""
-        if count == is_live.shape[0]:
-            return self._numbers[low : low + count]
-        return Sources(torch.cumsum(is_live, 0)).places(self._numbers_from_one(count)) + low
+    def _move_out_of(
+        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Move the live pages out of the window that begins at page ``low``, the last one to the first of ``dst_pages``.
 
-    def _move_out_of(self, owners: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
-        """Move all live pages out of a window, given its part of the inverse table."""
-        if src_pages.shape[0] == owners.shape[0]:
-            virtual_pages = owners.clone()
+        Args:
+            owners: the window's part of the inverse table, int64 ``[window]``, a view of it.
+            is_live: which of them have one, bool ``[window]``.
+            dst_pages: int64 ``[moves]``, as many as there are live pages.
+
+        Returns:
+            The pages moved, descending.
+        """
+        moves = dst_pages.shape[0]
+        down = self._numbers_down
+        longest = down.shape[0]
+        inverse = self._tables.physical_to_virtual
+        if moves == owners.shape[0]:
+            src_pages = down[longest - low - moves : longest - low]
         else:
-            virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
+            ordinals = down[longest - 1 - moves : longest - 1]  # moves, ..., 2, 1
+            src_pages = torch.searchsorted(torch.cumsum(is_live, 0), ordinals) + low
+        virtual_pages = inverse.index_select(0, src_pages)
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
         self._tables.bind(virtual_pages, dst_pages)
         owners.fill_(-1)
+        return src_pages
 
     def _pack_in_part(self) -> int:
-        """Any other pass: up to the cap, and up to the first page that the running forward will write."""
+        """Any other pass: up to the cap, and up to the first page that the running forward will write.
+
+        Mostly neither is met and nothing waits for an event. Then the live pages of an urgent pass's window move, and one look says so."""
         holes = self.holes.sorted()
-        if self._unchanged_since_idle():
-            written = self._forward.unfinished_write_set()
-            if self._idle is not None and self._forward.writing is self._idle[1]:
-                return 0
-        else:
-            holes = self._retreat_over_touching(holes)
-            written = self._forward.unfinished_write_set() if holes.shape[0] else None
+        count = holes.shape[0]
+        tokens = self._forward.unfinished_write_set()
+        if self._unchanged_since_idle() and self._idle is not None and self._forward.writing is self._idle[1]:
+            return 0
+        if self._pending or count > self._lazy_max_moves_per_call:
+            return self._pack_up_to_a_limit(holes, None if tokens is None else self._pages_written(tokens))
+        grows_up = self.grow_direction == "up"
+        mark = self._mark
+        low = mark - count if grows_up else mark + 1
+        owners = self._tables.physical_to_virtual[low : low + count]
+        is_live = owners >= 0
+        # A hole touches the watermark exactly if it is where it would be if all did.
+        is_touching = holes == self._numbers[low : low + count]
+        moves, touching = self._read_back.read(
+            torch.count_nonzero(is_live), torch.count_nonzero(is_touching)
+        )[:2]
+        if moves and tokens is not None:
+            written = self._pages_written(tokens)
+            page = self._read_back.read(self._nearest_of(written))[0]
+            if page >= low if grows_up else page < low + count:
+                return self._pack_up_to_a_limit(holes, written)
+        self._require_places(holes, moves, low)
+        if touching:
+            self._mark = mark - touching if grows_up else mark + touching
+        if not moves:
+            if touching:
+                self.holes.set_sorted(holes[: count - touching] if grows_up else holes[touching:])
+            self._note_idle(is_capped=False, holds_back=True)
+            return 0
+        dst_pages = holes[:moves] if grows_up else holes[count - moves :]
+        src_pages = self._move_out_of(owners, is_live, low, dst_pages)
+        self.holes.set_sorted(
+            holes[moves : count - touching] if grows_up else holes[touching : count - moves]
+        )
+        holds_back = self._vacate_pages(src_pages if grows_up else src_pages.flip(0))
+        self._note_idle(is_capped=moves == self._lazy_max_moves_per_call, holds_back=holds_back)
+        return moves
+
+    def _pack_up_to_a_limit(self, holes: torch.Tensor, written: torch.Tensor | None) -> int:
+        """The same where the cap, pages in pending reuse or a page about to be written may end it: pair by pair.
+
+        Args:
+            holes: ascending, not empty.
+            written: pages that the running forward has yet to write, as `_pages_written` gives them.
+        """
+        holes = self._retreat_over_touching(holes)
         count = holes.shape[0]
         cap = self._lazy_max_moves_per_call
         most = min(count, cap, self._live_pages_lazy)
@@ -114,7 +169,10 @@ class DeviceMultiEndedAllocator(LateFlush):
             src_pages, dst_pages, stop = (mark - 1) - at, holes[:most], mark - 1 - window
         else:
             src_pages, dst_pages, stop = at + (mark + 1), holes[count - most :].flip(0), mark + 1 + window
-        blocked = None if written is None else self._first_written(written, stop)
+        blocked = None
+        if written is not None:
+            nearest = self._nearest_of(written)
+            blocked = nearest.clamp(min=stop) if grows_up else nearest.clamp(max=stop)
         if grows_up:
             beyond = dst_pages.clamp(min=stop) if blocked is None else torch.maximum(dst_pages, blocked)
             is_move = src_pages > beyond
@@ -148,12 +206,15 @@ class DeviceMultiEndedAllocator(LateFlush):
         self._mark += -touching if grows_up else touching
         return holes
 
-    def _first_written(self, tokens: torch.Tensor, stop: int) -> torch.Tensor:
-        """The page nearest the watermark that ``tokens`` are on, ``stop`` if that is nearer; int64 ``[]``."""
-        pages = self._tables.physical_of(self._pages_named(tokens))  # -1 for tokens freed since
+    def _pages_written(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Physical pages of virtual token ids, -1 for those freed since; int64 ``[n]``."""
+        return self._tables.physical_of(self._pages_named(tokens))
+
+    def _nearest_of(self, pages: torch.Tensor) -> torch.Tensor:
+        """The page nearest the watermark, or one beyond the band's other end if all are -1; int64 ``[]``."""
         if self.grow_direction == "up":
-            return pages.amax().clamp(min=stop)
-        return torch.where(pages < 0, stop, pages).amin().clamp(max=stop)
+            return pages.amax()
+        return torch.where(pages < 0, self.num_pages, pages).amin()
 
     def _vacate_pages(self, src_pages: torch.Tensor) -> bool:
         """Sources of a move: holes at once, or held back, which is told, while a forward may still read them."""
@@ -174,14 +235,18 @@ class DeviceMultiEndedAllocator(LateFlush):
         count = freed.shape[0]
         grows_up = self.grow_direction == "up"
         low = self._mark - count if grows_up else self._mark + 1
-        owners = self.physical_to_virtual[low : low + count]
-        moves, is_live = self._count_live(owners, freed, low)
+        owners = self._tables.physical_to_virtual[low : low + count]
+        is_live = owners >= 0
+        moves = self._read_back.read(torch.count_nonzero(is_live))[0]
+        self._require_places(freed, moves, low)
         self._retreat(count)
         if moves:
-            src_pages = self._live_pages_of(is_live, moves, low)
-            self._move_out_of(owners, src_pages, freed[:moves] if grows_up else freed[count - moves :])
+            dst_pages = freed[:moves] if grows_up else freed[count - moves :]
+            self._move_out_of(owners, is_live, low, dst_pages.flip(0))
 
-    def _contradiction(self, live: int, places: int, low: int, high: int) -> CorruptMappingError:
+    def _contradiction(self, vacant: torch.Tensor, live: int, low: int) -> CorruptMappingError:
+        high = low + vacant.shape[0]
+        places = int(torch.count_nonzero(vacant < low if self.grow_direction == "up" else vacant >= high))
         return CorruptMappingError(
             f"physical pages [{low}, {high}) are to be vacated: the inverse table names {live} live among them, but the holes "
             f"leave {places} places beyond them. A page inside the band is neither hole nor pending, yet no virtual page maps to it, "

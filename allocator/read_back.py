@@ -62,13 +62,19 @@ class ReadBack:
         on_cuda = torch.device(device).type == "cuda"
         self.immediate = not on_cuda
         self.blocking_reads = 0
-        memory = torch.empty(SLOTS, WIDTH, dtype=torch.int64, pin_memory=on_cuda)
+        # The last row is for numbers that are read as soon as they are written.
+        memory = torch.empty(SLOTS + 1, WIDTH, dtype=torch.int64, pin_memory=on_cuda)
         # One tensor a number, made once: making a view costs as much as the copy.
         self._cells = [list(row.unbind()) for row in memory.unbind()]
         self._rows = list(memory.numpy())
+        self._prefixes = [memory[SLOTS, : count + 1] for count in range(WIDTH)]
         self._tickets: list[weakref.ref[Ticket] | None] = [None] * SLOTS
         self._next = 0
-        self.pinned_host_tensors = [memory, *(cell for cells in self._cells for cell in cells)]
+        self.pinned_host_tensors = [
+            memory,
+            *(cell for cells in self._cells for cell in cells),
+            *self._prefixes,
+        ]
 
     def post(self, *numbers: torch.Tensor) -> Ticket:
         """Send numbers (int64, on the device, one element each, at most `WIDTH` of them) on their way."""
@@ -86,10 +92,23 @@ class ReadBack:
 
     def read(self, *numbers: torch.Tensor) -> list[int]:
         """`post` and take the values, for whoever knows that they are there at once, or cannot do without them."""
+        if self.immediate:
+            for cell, number in zip(self._cells[SLOTS], numbers, strict=False):
+                cell.copy_(number, non_blocking=True)
+            values: list[int] = self._rows[SLOTS].tolist()
+            return values
         ticket = self.post(*numbers)
-        if not self.immediate:
-            ticket.wait()
+        ticket.wait()
         return ticket.values()
+
+    def read_row(self, numbers: torch.Tensor) -> list[int]:
+        """`read` for numbers that stand in one tensor: int64 ``[n]``, ``1 <= n <= WIDTH``."""
+        count = numbers.shape[0]
+        if not self.immediate:
+            return self.read(*numbers.unbind())[:count]
+        self._prefixes[count - 1].copy_(numbers, non_blocking=True)
+        values: list[int] = self._rows[SLOTS][:count].tolist()
+        return values
 
     def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
         """An event behind the copies just queued."""
