@@ -233,7 +233,7 @@ class DeferringBand(DeviceReleasingBand):
             self._note(Took(num_pages))
             taken = self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
         # Of a pool that was frozen by a fault the host may have a wrong idea: hand out the padding page, not somebody's.
-        return None if taken is None else torch.where(self._errors.ok, taken, 0)
+        return taken if taken is None or not self._errors.freezes else torch.where(self._errors.ok, taken, 0)
 
     def _release_physical(self, physical_pages: torch.Tensor) -> None:
         self._version += 1

@@ -18,6 +18,7 @@ from allocator.errors import (
     CorruptMappingError,
     DuplicateFreeError,
     NotAllocatedError,
+    require,
 )
 from allocator.read_back import ReadBack, Ticket
 
@@ -57,7 +58,10 @@ class ErrorLog:
     Attributes:
         calls: checked calls so far; errors name a call by this number.
         ok: whether nothing went wrong yet, bool ``[]`` on the device.
+        freezes: whether a fault stops all writing.
     """
+
+    freezes = True
 
     def __init__(self, device: str | torch.device, read_back: ReadBack) -> None:
         self._device, self._read_back = device, read_back
@@ -116,3 +120,19 @@ class ErrorLog:
                 pool=pool,
                 ids=[virtual],
             )
+
+
+class AsynchronousAssertions(ErrorLog):
+    """``assertions="async"``: what SGLang does since sgl-project/sglang#34066, for comparison. A CPU raises at once."""
+
+    freezes = False
+
+    def note(self, fault: Fault, bad: torch.Tensor, physical: torch.Tensor, virtual: torch.Tensor) -> None:
+        """Assert that no row is bad."""
+        error, text = _ERRORS[fault]
+
+        def found() -> AllocatorError:
+            pages = virtual[bad].tolist()
+            return error(f"checked call {self.calls} of this pool {text}: virtual page(s) {pages}", ids=pages)
+
+        require(~bad.any(), f"kvtape: a call {text}", found)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from allocator.end import MultiEndedAllocator
-from allocator.error_log import ErrorLog, Fault
+from allocator.error_log import AsynchronousAssertions, ErrorLog, Fault
 from allocator.errors import AllocatorError, BindError, NotAllocatedError
 from allocator.read_back import ReadBack
 from allocator.tables import PageTables
@@ -57,11 +57,12 @@ class LateChecks(MultiEndedAllocator):
 
     @cached_property
     def _errors(self) -> ErrorLog:
-        return ErrorLog(self.device, self._read_back)
+        log = ErrorLog if self.assertions == "log" else AsynchronousAssertions
+        return log(self.device, self._read_back)
 
     def _new_tables(self) -> PageTables:
         tables = GuardedTables(self.num_virtual_ids, self.num_pages, self.device)
-        if not self._read_back.immediate:
+        if not self._read_back.immediate and self._errors.freezes:
             tables.errors = self._errors
         return tables
 

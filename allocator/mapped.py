@@ -32,6 +32,7 @@ from allocator.tables import PageTables
 #: Moves of one non-urgent flush, so that a long backlog does not hold up the scheduler (SGLang's setting and default).
 MAX_MOVES_ENV = "SGLANG_LAZY_COMPACTION_MAX_MOVES_PER_CALL"
 DEFAULT_MAX_MOVES = 4096
+ASSERTIONS = ("log", "async")
 
 
 class MappedBand(Band):
@@ -46,6 +47,9 @@ class MappedBand(Band):
         page_size: slots in a page, 1 to 256.
         lazy_compaction: record holes on free and pack in `_flush`; otherwise pack at every free.
         strategy: mapping lookup of a flush, see `allocator.lookup`.
+        assertions: what strategy ``"device"`` does about a wrong call where the host does not wait for the answer. ``"log"``: write it down
+            on the device, freeze the pool, raise at a later call (`allocator.error_log`). ``"async"``: ``torch._assert_async``, as the
+            other strategies and SGLang do; on CUDA that ends the context.
         shards_under_dcp: only False; decode context parallelism is not supported.
         need_sort: accepted for SGLang's signature; transfers are not this class's business.
         forward_stream: with eager compaction, the stream that frees are ordered after.
@@ -69,9 +73,15 @@ class MappedBand(Band):
         forward_stream: Any = None,
         lazy_compaction: bool = False,
         strategy: str = DEFAULT_STRATEGY,
+        assertions: str = "log",
     ) -> None:
         super().__init__()
         self.sub_pool_name = sub_pool_name
+        if assertions not in ASSERTIONS:
+            raise ConfigurationError(
+                f"assertions must be one of {', '.join(ASSERTIONS)}, not {assertions!r}", pool=sub_pool_name
+            )
+        self.assertions = assertions
         if shards_under_dcp:
             raise ConfigurationError("decode context parallelism is not supported", pool=sub_pool_name)
         if is_id_owner and virtual_num_pages is not None:

@@ -22,6 +22,7 @@ def two_ends(
     total_bytes: int = 64 * 256,
     strategy: str = "batched",
     end_class: type[MultiEndedAllocator] = MultiEndedAllocator,
+    assertions: str = "log",
     **spec: Any,
 ):
     """``full`` growing down and ``swa`` growing up in one buffer of ``total_bytes``; entries of 64 and 128 bytes."""
@@ -41,7 +42,7 @@ def two_ends(
     made = {
         each.name: end_class(
             kvcache=kv_store_for(buffer, each.name), unified_buffer=buffer, sub_pool_name=each.name, device="cpu", is_id_owner=True,
-            page_size=page_size, lazy_compaction=lazy, strategy=strategy,
+            page_size=page_size, lazy_compaction=lazy, strategy=strategy, assertions=assertions,
         )
         for each in specs
     }  # fmt: skip

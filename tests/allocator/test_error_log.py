@@ -11,6 +11,7 @@ from allocator import MultiEndedAllocator
 from allocator.errors import (
     AllocatorError,
     BindError,
+    ConfigurationError,
     CorruptMappingError,
     DuplicateFreeError,
     NotAllocatedError,
@@ -51,8 +52,10 @@ FAULTS: list[tuple[str, type[AllocatorError], int, Callable[[MultiEndedAllocator
 ]  # fmt: skip
 
 
-def filled(kind: type[MultiEndedAllocator], *, lazy: bool = True) -> MultiEndedAllocator:
-    full, swa = two_ends(lazy=lazy, strategy="device", end_class=kind)
+def filled(
+    kind: type[MultiEndedAllocator], *, lazy: bool = True, assertions: str = "log"
+) -> MultiEndedAllocator:
+    full, swa = two_ends(lazy=lazy, strategy="device", end_class=kind, assertions=assertions)
     full.alloc(16)
     swa.alloc(8)
     full.free_segment(torch.arange(16, 20), start_pos=0)
@@ -155,3 +158,35 @@ def test_tables_that_contradict_the_holes_are_found_by_the_next_compaction(
         full.free(torch.arange(36, 40))
         full.flush_for_allocation()
         full._errors.look("full", wait=True)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "call"), [(fault[1], fault[3]) for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
+)
+def test_asynchronous_assertions_raise_where_a_cpu_checks_them(
+    error: type[AllocatorError], call: Callable[[MultiEndedAllocator], object]
+) -> None:
+    full = filled(SlowEnd, assertions="async")
+    before = tables(full)
+    with pytest.raises(error, match="virtual page"):
+        call(full)
+    assert tables(full) == before
+
+
+@pytest.mark.parametrize("assertions", ["log", "async"])
+def test_no_assertion_fails_on_calls_that_are_right(assertions: str) -> None:
+    answers = []
+    for kind in (MultiEndedAllocator, SlowEnd):
+        full = filled(kind, assertions=assertions)
+        full.flush_for_allocation()
+        tokens = full.alloc(12)
+        assert tokens is not None
+        full.free(tokens[2:6])
+        full.flush_opportunistic()
+        answers.append((tokens.tolist(), *tables(full), full.watermark_physical))
+    assert answers[0] == answers[1]
+
+
+def test_other_assertions_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="log, async"):
+        two_ends(strategy="device", assertions="none")
