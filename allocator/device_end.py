@@ -105,7 +105,7 @@ class DeviceMultiEndedAllocator(LateFlush):
     def _pack_in_part(self) -> int:
         """Any other pass: up to the cap, and up to the first page that the running forward will write.
 
-        Mostly neither is met and nothing waits for an event. Then the live pages of an urgent pass's window move, and one look says so."""
+        Mostly the cap is far and nothing waits for an event. Then the live pages of an urgent pass's window move, as far as that page."""
         holes = self.holes.sorted()
         count = holes.shape[0]
         tokens = self._forward.unfinished_write_set()
@@ -123,12 +123,14 @@ class DeviceMultiEndedAllocator(LateFlush):
         moves, touching = self._read_back.read(
             torch.count_nonzero(is_live), torch.count_nonzero(is_touching)
         )[:2]
-        if moves and tokens is not None:
-            written = self._pages_written(tokens)
-            page = self._read_back.read(self._nearest_of(written))[0]
-            if page >= low if grows_up else page < low + count:
-                return self._pack_up_to_a_limit(holes, written)
         self._require_places(holes, moves, low)
+        if moves and tokens is not None:
+            page = self._read_back.read(self._nearest_of(self._pages_written(tokens)))[0]
+            if low <= page < low + count:
+                # Of the window only what is nearer to the watermark than the first page about to be written.
+                nearer = slice(page + 1 - low, None) if grows_up else slice(0, page - low)
+                owners, is_live, low = owners[nearer], is_live[nearer], page + 1 if grows_up else low
+                moves = self._read_back.read(torch.count_nonzero(is_live))[0]
         if touching:
             self._mark = mark - touching if grows_up else mark + touching
         if not moves:
@@ -146,7 +148,7 @@ class DeviceMultiEndedAllocator(LateFlush):
         return moves
 
     def _pack_up_to_a_limit(self, holes: torch.Tensor, written: torch.Tensor | None) -> int:
-        """The same where the cap, pages in pending reuse or a page about to be written may end it: pair by pair.
+        """The same where the cap may end it, or pages in pending reuse lie in between: pair by pair.
 
         Args:
             holes: ascending, not empty.

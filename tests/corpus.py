@@ -25,7 +25,7 @@ FLUSH_EVERY = 20
 """Engines that place blocks freely never flush: they replay with a flush of every pool after so many events."""
 LARGE_EVENTS = 100_000
 FIRST_EVENTS = 40_000
-"""Of a trace with more than LARGE_EVENTS only the default strategy replays all; the others its first events."""
+"""Of a trace with more than LARGE_EVENTS only the default strategy and `device` replay all; the others its first events."""
 
 
 def trace_files() -> list[Path]:
@@ -48,7 +48,7 @@ def replay_trace(path: Path, strategy: str) -> Outcome:
     """With every check and the ledger."""
     with TraceReader(path) as reader:
         footer = reader.find_footer()
-    large = footer is not None and footer.events > LARGE_EVENTS and strategy != "batched"
+    large = footer is not None and footer.events > LARGE_EVENTS and strategy not in ("batched", "device")
     return replay(
         ReplayOptions(
             path,
