@@ -15,7 +15,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAIN = "import sys; from replayer.main import replay_main; sys.exit(replay_main())"
-STRATEGIES = ("per-row", "hybrid", "batched")
+STRATEGIES = ("per-row", "hybrid", "batched", "device")
 
 
 def replay(python: str, trace: Path, *arguments: str) -> dict[str, Any]:
