@@ -87,6 +87,17 @@ class ErrorLog:
         self._is_news = True
         self._send()
 
+    @property
+    def log(self) -> torch.Tensor:
+        """Fault, call, physical page, virtual page: int64 ``[4]`` on the device, never written in place."""
+        return self._log
+
+    def adopt(self, log: torch.Tensor, ok: torch.Tensor) -> None:
+        """Go on with what a kernel made of `log` and `ok` (bool ``[]``) as `note` would have."""
+        self._log, self.ok = log, ok
+        self._is_news = True
+        self._send()
+
     def _send(self) -> None:
         if self._ticket is None and self._is_news:
             self._ticket = self._read_back.post(*self._log.unbind())

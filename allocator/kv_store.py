@@ -41,6 +41,11 @@ class UnifiedPagePool:
             )
         self._pages = unified_buffer.pages(sub_pool_name)
 
+    @property
+    def raw_pages(self) -> torch.Tensor:
+        """The bytes, for whoever moves pages by a kernel: uint8 ``[num_pages, page_bytes]``, contiguous, a view of the shared buffer."""
+        return self._pages
+
     def move_physical_pages(self, dst_pages: torch.Tensor, src_pages: torch.Tensor, page_size: int) -> None:
         """Copy whole pages ``src_pages[i] -> dst_pages[i]`` (int64 ``[n]``, disjoint sets of physical page ids)."""
         if page_size != self.page_size:

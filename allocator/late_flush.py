@@ -3,13 +3,14 @@ padding page onto itself. Nothing here asks the device anything."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import cast
 
 import torch
 
 from allocator.deferring import DeferringBand
 from allocator.device_plan import count_moves, first_blocked, live_places, unfilled_and_vacated, window_pages
-from allocator.error_log import Fault
+from allocator.flush_ops import PackPlan, TorchFlush, Window, flush_ops_class
 from allocator.forwards import ForwardDoneEvent
 from allocator.read_back import LateCount, Ticket
 from allocator.unsettled import FAR, Flushed, Packed, PendingBatch
@@ -21,6 +22,17 @@ class LateFlush(DeferringBand):
     #: An urgent flush that ended the running forward's write hazard if it moved anything: that forward, whether it did (bool ``[]``), and
     #: the same on its way to the host.
     _write_ended: tuple[tuple[ForwardDoneEvent, torch.Tensor] | None, torch.Tensor, Ticket] | None = None
+
+    #: Who does the device work; None for what `allocator.flush_ops.flush_ops_class` chooses.
+    flush_ops_class: type[TorchFlush] | None = None
+
+    @cached_property
+    def _flush_ops(self) -> TorchFlush:
+        chosen = self.flush_ops_class or flush_ops_class(self.device)
+        return chosen(
+            tables=self._tables, kvcache=self._kvcache, errors=self._errors, page_size=self.page_size,
+            numbers=self._numbers,
+        )  # fmt: skip
 
     def clear(self) -> None:
         self._write_ended = None
@@ -41,17 +53,10 @@ class LateFlush(DeferringBand):
         else:
             ascending = self._registers.sorted(self._numbers, padding=FAR if grows_up else -1)
         # Places beyond the watermark, where the bound is not exact, hold nothing.
-        low, high = (mark, mark + window) if grows_up else (mark + 1 - window, mark + 1)
-        owners = self.physical_to_virtual[low:high]
-        sources = live_places(owners.flip(0) if grows_up else owners)
-        moves = sources.count
-        rows = min(live, window, ascending.shape[0])
-        ticket = self._order_after_forward(moves)
-        self._note_contradiction(ascending < low if grows_up else ascending >= high, moves)
-        if rows:
-            at = sources.places(self._numbers_from_one(rows))
-            pages = (high - 1) - at if grows_up else at + low
-            self._move_first(moves, pages, ascending[:rows] if grows_up else ascending.flip(0)[:rows])
+        vacated = self._window(mark + window if grows_up else mark - window, window)
+        plan = self._flush_ops.plan(vacated, ascending, min(live, window, ascending.shape[0]))
+        ticket = self._order_after_forward(plan.moves)
+        self._carry_out(plan)
         if self._journal is not None:
             # What is left of it cannot change anything any more: no hole and no pending page is left, and live pages are counted.
             self._settle_ids(self._journal.known)
@@ -70,19 +75,12 @@ class LateFlush(DeferringBand):
         if not window:
             return 0
         count, mark = registers.count, registers.mark
-        row = numbers[:window]
-        pages = window_pages(row, mark, grows_up=grows_up, low=self.min_page_index, high=self.num_pages)
-        owners = torch.where(row < count, torch.take(self.physical_to_virtual, pages), -1)
-        sources = live_places(owners)
-        moves = sources.count
         ascending = registers.sorted(numbers, padding=FAR if grows_up else -1)
-        ticket = self._order_after_forward(moves)
-        is_hole = (ascending < FAR) & (ascending >= 0)
-        self._note_contradiction(is_hole & (self._place_of(ascending, mark) >= count), moves)
-        rows = min(self._live_pages_lazy, window)
-        if rows:
-            at = sources.places(self._numbers_from_one(rows)).clamp(max=window - 1)
-            self._move_first(moves, pages[at], ascending[:rows] if grows_up else ascending.flip(0)[:rows])
+        plan = self._flush_ops.plan(
+            self._window(mark, window, count), ascending, min(self._live_pages_lazy, window)
+        )
+        ticket = self._order_after_forward(plan.moves)
+        self._carry_out(plan)
         registers.mark = mark - count if grows_up else mark + count
         registers.holes, registers.count, registers.ascending = (
             registers.holes[:0],
@@ -91,6 +89,14 @@ class LateFlush(DeferringBand):
         )
         self._note(Packed())
         return self._later(ticket, 0)
+
+    def _window(self, mark: int | torch.Tensor, size: int, extent: torch.Tensor | None = None) -> Window:
+        return Window(mark, size, extent, self.grow_direction == "up", self.min_page_index, self.num_pages)
+
+    def _carry_out(self, plan: PackPlan) -> None:
+        self._flush_ops.note(plan)
+        if plan.src_pages.shape[0]:
+            self._flush_ops.move(plan.moves, plan.src_pages, plan.dst_pages)
 
     def _order_after_forward(self, moves: torch.Tensor) -> Ticket:
         """Order the stream after the running forward, and send the number of moves on its way.
@@ -166,7 +172,7 @@ class LateFlush(DeferringBand):
             moves = count_moves(at, targets, self._blocked_from(written, is_void, mark, window))
         ticket = self._read_back.post(touching, moves)
         if rows:
-            src_pages = self._move_first(moves, pages[at.clamp(max=window - 1)], farthest[:rows])
+            src_pages = self._flush_ops.move(moves, pages[at.clamp(max=window - 1)], farthest[:rows])
         reader = self._forward.latest_unfinished() if rows else None
         batch = None if reader is None else PendingBatch(src_pages, moves, rows, None)
         registers.holes = unfilled_and_vacated(
@@ -205,31 +211,11 @@ class LateFlush(DeferringBand):
         mark = self._mark
         low, high = (mark, mark + count) if grows_up else (mark + 1 - count, mark + 1)
         sources = live_places(self.physical_to_virtual[low:high])
-        self._note_contradiction(freed < low if grows_up else freed >= high, sources.count)
+        self._flush_ops.note_contradiction(freed < low if grows_up else freed >= high, sources.count)
         # Those outside the window are the first for a pool that grows up, the last for one that grows down.
         row = self._numbers[:count]
         outside = freed if grows_up else freed[(row + (count - sources.count)).clamp(max=count - 1)]
-        self._move_first(sources.count, sources.places(self._numbers_from_one(count)) + low, outside)
-
-    def _note_contradiction(self, is_beyond: torch.Tensor, live: torch.Tensor) -> None:
-        """As many holes must lie beyond a window that is vacated as live pages inside."""
-        nothing = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        is_wrong = torch.count_nonzero(is_beyond) != live
-        self._errors.note(Fault.CONTRADICTION, is_wrong.reshape(1), nothing, nothing)
-
-    def _move_first(
-        self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor
-    ) -> torch.Tensor:
-        """Move the first ``moves`` (int64 ``[]``) of the pairs, and return the sources. The others become the padding page onto itself,
-        which leaves bytes and tables as they are; so do all of them once a fault has frozen the pool."""
-        is_move = (self._numbers[: src_pages.shape[0]] < moves) & self._errors.ok
-        src_pages, dst_pages = torch.where(is_move, src_pages, 0), torch.where(is_move, dst_pages, 0)
-        virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
-        self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
-        self._tables.bind(virtual_pages, dst_pages)
-        # The padding page stays mapped; the row past the table, which padding rows clear instead, is -1 already.
-        self.physical_to_virtual.index_fill_(0, torch.where(src_pages > 0, src_pages, self.num_pages), -1)
-        return src_pages
+        self._flush_ops.move(sources.count, sources.places(self._numbers_from_one(count)) + low, outside)
 
     @staticmethod
     def _later(ticket: Ticket, index: int) -> int:
