@@ -1,0 +1,121 @@
+"""`TritonFlush`: `TorchFlush` in Triton kernels. An urgent flush is two launches, or three where its window has more than `plan.BLOCK`
+places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from allocator.error_log import Fault
+from allocator.flush_ops import PackPlan, TorchFlush, Window
+from allocator.kernels import move, plan
+from allocator.kv_store import UnifiedPagePool
+
+#: Programs of a move for each multiprocessor: several, so that some copy while others wait for memory.
+PROGRAMS_PER_PROCESSOR = 8
+#: Multiprocessors where there are none (the interpreter).
+INTERPRETED_PROCESSORS = 1
+
+
+class TritonFlush(TorchFlush):
+    """Plan and move for one pool, in kernels. Takes the arguments of `TorchFlush`.
+
+    Bytes of a `UnifiedPagePool` are moved by the kernel; anything else given as ``kvcache`` moves its own, as it would without kernels.
+
+    Everything is launched from lengths: with the watermark and the number of holes on the device (`Window.mark`, `Window.extent`), `plan`
+    followed by `move` can be captured in a CUDA graph and replayed.
+    """
+
+    #: Places one program of the plan looks at (a power of two).
+    block = plan.BLOCK
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        device = self._tables.physical_to_virtual.device
+        processors = INTERPRETED_PROCESSORS
+        if device.type == "cuda":
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._most_programs = processors * PROGRAMS_PER_PROCESSOR
+        self._words = _words_of(self._kvcache)
+        # As wide as a chunk of small pages needs, a power of two.
+        self._chunk = 1
+        while self._words is not None and self._chunk < min(self._words.shape[1], move.MAX_CHUNK):
+            self._chunk *= 2
+
+    def plan(self, window: Window, ascending: torch.Tensor, rows: int) -> PackPlan:
+        inverse, holes = self._tables.physical_to_virtual, ascending.shape[0]
+        num_blocks = -(-max(window.size, holes) // self.block)
+        is_one_block = window.size <= self.block
+        made = torch.empty(2 * rows + 5 + 2 * num_blocks, dtype=torch.int64, device=inverse.device)
+        src_pages, dst_pages = made[:rows], made[rows : 2 * rows]
+        moves, log, partial = made[2 * rows], made[2 * rows + 1 : 2 * rows + 5], made[2 * rows + 5 :]
+        ok = torch.empty((), dtype=torch.bool, device=inverse.device)
+        where = {
+            "mark": window.mark,
+            "extent": window.size if window.extent is None else window.extent,
+            "window": window.size,
+            "low": window.low,
+            "high": window.high,
+            "GROWS_UP": window.grows_up,
+            "MARK_ON_DEVICE": not isinstance(window.mark, int),
+            "EXTENT_ON_DEVICE": window.extent is not None,
+            "BLOCK": self.block,
+        }
+        given = {"inverse": inverse, "holes": ascending, "num_holes": holes}
+        outcome = {
+            "old_log": self._errors.log,
+            "call": self._errors.calls,
+            "fault": int(Fault.CONTRADICTION),
+            "rows": rows,
+            "src_pages": src_pages,
+            "dst_pages": dst_pages,
+            "num_moves": moves,
+            "new_log": log,
+            "new_ok": ok.view(torch.uint8),
+        }
+        if is_one_block:
+            plan.plan_one_block[(1,)](**given, **where, **outcome)
+        else:
+            blocks = {"partial": partial, "num_blocks": num_blocks}
+            plan.count_blocks[(num_blocks,)](**given, **where, **blocks)
+            plan.match_blocks[(num_blocks,)](**given, **where, **blocks, **outcome, SUMS=plan.SUMS)
+        return PackPlan(src_pages, dst_pages, moves, log=log, ok=ok)
+
+    def move(self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> torch.Tensor:
+        rows = src_pages.shape[0]
+        if self._words is None:
+            src_pages, dst_pages = self._first(moves, src_pages, dst_pages)
+            self._kvcache.move_physical_pages(dst_pages, src_pages, self._page_size)
+        moved = torch.empty_like(src_pages)
+        page_words = 0 if self._words is None else self._words.shape[1]
+        if rows:
+            items = max(-(-rows // move.ROWS), rows * -(-page_words // self._chunk))
+            move.move_pages[(min(items, self._most_programs),)](
+                words=moved if self._words is None else self._words,
+                virtual_to_physical=self._tables.virtual_to_physical,
+                physical_to_virtual=self._tables.physical_to_virtual,
+                src_pages=src_pages,
+                dst_pages=dst_pages,
+                moved=moved,
+                num_moves=moves,
+                ok=self._errors.ok.view(torch.uint8),
+                rows=rows,
+                PAGE_WORDS=page_words,
+                CHUNK=self._chunk,
+                ROWS=move.ROWS,
+            )
+        return moved
+
+
+def _words_of(kvcache: Any) -> torch.Tensor | None:
+    """The buffer in the widest words that pages are whole numbers of, ``[num_pages, words in a page]``, up to 8 bytes (a thread takes two
+    of them at once where pages are aligned to 16); None if pages are not known to be runs of bytes."""
+    mover = getattr(kvcache.move_physical_pages, "__func__", None)
+    if not isinstance(kvcache, UnifiedPagePool) or mover is not UnifiedPagePool.move_physical_pages:
+        return None
+    pages = kvcache.raw_pages
+    for word in (torch.int64, torch.int32, torch.int16):
+        if pages.shape[1] % word.itemsize == 0 and pages.data_ptr() % word.itemsize == 0:
+            return pages.view(word)
+    return pages
