@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from allocator.error_log import Fault
+from allocator.errors import ConfigurationError
 from allocator.flush_ops import PackPlan, TorchFlush, Window
 from allocator.kernels import move, plan
 from allocator.kv_store import UnifiedPagePool
 
 #: Programs of a move for each multiprocessor: several, so that some copy while others wait for memory.
 PROGRAMS_PER_PROCESSOR = 8
-#: Multiprocessors where there are none (the interpreter).
-INTERPRETED_PROCESSORS = 1
+#: Programs of a move in the interpreter, which runs them one after the other.
+INTERPRETED_PROGRAMS = 2
 
 
 class TritonFlush(TorchFlush):
@@ -23,8 +24,8 @@ class TritonFlush(TorchFlush):
 
     Bytes of a `UnifiedPagePool` are moved by the kernel; anything else given as ``kvcache`` moves its own, as it would without kernels.
 
-    Everything is launched from lengths: with the watermark and the number of holes on the device (`Window.mark`, `Window.extent`), `plan`
-    followed by `move` can be captured in a CUDA graph and replayed.
+    Everything is launched from lengths, so that with the watermark and the number of holes on the device `pack` can be captured in a CUDA
+    graph and replayed.
     """
 
     #: Places one program of the plan looks at (a power of two).
@@ -33,15 +34,12 @@ class TritonFlush(TorchFlush):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         device = self._tables.physical_to_virtual.device
-        processors = INTERPRETED_PROCESSORS
+        self._most_programs = INTERPRETED_PROGRAMS
         if device.type == "cuda":
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_programs = processors * PROGRAMS_PER_PROCESSOR
+            self._most_programs = processors * PROGRAMS_PER_PROCESSOR
         self._words = _words_of(self._kvcache)
-        # As wide as a chunk of small pages needs, a power of two.
-        self._chunk = 1
-        while self._words is not None and self._chunk < min(self._words.shape[1], move.MAX_CHUNK):
-            self._chunk *= 2
+        self._chunk = move.chunk_for(0 if self._words is None else self._words.shape[1])
 
     def plan(self, window: Window, ascending: torch.Tensor, rows: int) -> PackPlan:
         inverse, holes = self._tables.physical_to_virtual, ascending.shape[0]
@@ -83,28 +81,50 @@ class TritonFlush(TorchFlush):
         return PackPlan(src_pages, dst_pages, moves, log=log, ok=ok)
 
     def move(self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> torch.Tensor:
-        rows = src_pages.shape[0]
         if self._words is None:
             src_pages, dst_pages = self._first(moves, src_pages, dst_pages)
             self._kvcache.move_physical_pages(dst_pages, src_pages, self._page_size)
+        return self._move(moves, src_pages, dst_pages, self._errors.ok)
+
+    def pack(self, window: Window, ascending: torch.Tensor, rows: int) -> PackPlan:
+        """`plan` and `move` in one go: kernel launches and nothing else, so that a CUDA graph can hold them. What the graph is replayed on
+        is in the same tensors: the tables, the bytes, ``ascending`` and, as tensors, the window's ``mark`` and ``extent``; the plan that
+        is returned has the outcome. Number of moves and log are left where they are: nobody is told.
+
+        Raises:
+            ConfigurationError: the kvcache moves its own bytes.
+        """
+        if self._words is None:
+            raise ConfigurationError("a kvcache that moves its own bytes is not part of kernel launches")
+        plan = self.plan(window, ascending, rows)
+        assert plan.ok is not None
+        self._move(plan.moves, plan.src_pages, plan.dst_pages, plan.ok)
+        return plan
+
+    def _move(
+        self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor, ok: torch.Tensor
+    ) -> torch.Tensor:
+        rows = src_pages.shape[0]
         moved = torch.empty_like(src_pages)
+        if not rows:
+            return moved
         page_words = 0 if self._words is None else self._words.shape[1]
-        if rows:
-            items = max(-(-rows // move.ROWS), rows * -(-page_words // self._chunk))
-            move.move_pages[(min(items, self._most_programs),)](
-                words=moved if self._words is None else self._words,
-                virtual_to_physical=self._tables.virtual_to_physical,
-                physical_to_virtual=self._tables.physical_to_virtual,
-                src_pages=src_pages,
-                dst_pages=dst_pages,
-                moved=moved,
-                num_moves=moves,
-                ok=self._errors.ok.view(torch.uint8),
-                rows=rows,
-                PAGE_WORDS=page_words,
-                CHUNK=self._chunk,
-                ROWS=move.ROWS,
-            )
+        items = max(-(-rows // move.ROWS), rows * -(-page_words // self._chunk))
+        move.move_pages[(min(items, self._most_programs),)](
+            words=moved if self._words is None else self._words,
+            virtual_to_physical=self._tables.virtual_to_physical,
+            physical_to_virtual=self._tables.physical_to_virtual,
+            src_pages=src_pages,
+            dst_pages=dst_pages,
+            moved=moved,
+            num_moves=moves,
+            ok=ok.view(torch.uint8),
+            rows=rows,
+            PAGE_WORDS=page_words,
+            CHUNK=self._chunk,
+            ROWS=move.ROWS,
+            num_warps=move.warps_for(self._chunk),
+        )
         return moved
 
 

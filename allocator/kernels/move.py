@@ -17,7 +17,26 @@ ROWS = 128
 MAX_CHUNK = 2048
 
 # All but the buffer, for which what is known of its alignment makes accesses wide, and where it is the same at every flush.
-_PLAIN = ("virtual_to_physical", "physical_to_virtual", "src_pages", "dst_pages", "moved", "num_moves", "ok", "rows")
+_PLAIN = (
+    "virtual_to_physical",
+    "physical_to_virtual",
+    "src_pages",
+    "dst_pages",
+    "moved",
+    "num_moves",
+    "ok",
+    "rows",
+)
+
+
+def chunk_for(page_words: int) -> int:
+    """Words of a page that one program copies at a time: a power of two, as large as a page or as chunks may be."""
+    return min(int(triton.next_power_of_2(max(page_words, 1))), MAX_CHUNK)
+
+
+def warps_for(chunk: int) -> int:
+    """Warps of a program: not so many that a thread would get less than two words of a chunk, which it moves in one access."""
+    return max(1, min(4, chunk // 64))
 
 
 @triton.jit
@@ -42,14 +61,6 @@ def remap(
         tl.store(moved + row, src, mask=row < rows)
 
 
-@triton.jit
-def copy_chunk(words, src, dst, word, PAGE_WORDS: tl.constexpr):
-    """Some words of a page. Pages are int64, so the offset of a word is too: buffers are larger than 2**31 bytes."""
-    is_word = word < PAGE_WORDS
-    values = tl.load(words + src * PAGE_WORDS + word, mask=is_word)
-    tl.store(words + dst * PAGE_WORDS + word, values, mask=is_word)
-
-
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)
 def move_pages(
     words, virtual_to_physical, physical_to_virtual, src_pages, dst_pages, moved, num_moves, ok, rows,
@@ -68,4 +79,7 @@ def move_pages(
             row = item // CHUNKS
             src = tl.load(src_pages + row)
             dst = tl.load(dst_pages + row)
-            copy_chunk(words, src, dst, (item % CHUNKS) * CHUNK + tl.arange(0, CHUNK), PAGE_WORDS)
+            word = (item % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
+            # Pages are int64, so the offset of a word is too: buffers are larger than 2**31 bytes.
+            values = tl.load(words + src * PAGE_WORDS + word, mask=word < PAGE_WORDS)
+            tl.store(words + dst * PAGE_WORDS + word, values, mask=word < PAGE_WORDS)

@@ -16,12 +16,15 @@ def require_interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return
     if "triton" in sys.modules:
-        pytest.skip("triton was imported without its interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
+        pytest.skip(
+            "triton was imported without its interpreter (TRITON_INTERPRET=1)", allow_module_level=True
+        )
     import torch
 
     if torch.cuda.is_available():
         pytest.skip(
-            "kernels are compiled where there is a GPU; TRITON_INTERPRET=1 runs these", allow_module_level=True
+            "kernels are compiled where there is a GPU; TRITON_INTERPRET=1 runs these",
+            allow_module_level=True,
         )
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -6,12 +6,27 @@ from tests.kernels.interpreter import require_interpreter
 
 require_interpreter()
 
+import json  # noqa: E402
+import os  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+from types import ModuleType  # noqa: E402
+from typing import Any  # noqa: E402
+
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from allocator.kernels import flush, move, plan  # noqa: E402
 from allocator.kernels.flush import TritonFlush  # noqa: E402
-from tests.kernels.bands import Band, expect_same, named_bands  # noqa: E402
+from allocator.tables import PageTables  # noqa: E402
+from allocator.unsettled import FAR  # noqa: E402
+from tests.kernels.bands import Band, Pool, expect_same, named_bands  # noqa: E402
+from tests.kernels.mutants import MUTANTS, attribute_of, planted  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -49,3 +64,128 @@ def bands(draw: st.DrawFn) -> Band:
 @given(bands(), st.sampled_from([4, 16, 1024]), st.sampled_from([1, 2, 2048]), st.integers(1, 5))
 def test_any_band(band: Band, block: int, chunk: int, programs: int) -> None:
     expect_same(band, TritonFlush, block=block, _chunk=chunk, _most_programs=programs)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flush, attribute_of(name), planted(name, tmp_path))
+    # What a faulty kernel leaves unwritten reads as the padding page, and not as a page outside the buffer.
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    # The odd ones first, and those with padded lists of holes last: a fault that takes padding for a page would write outside the buffer.
+    odd_first = list(reversed(BANDS.values()))
+    for band in sorted(odd_first, key=lambda band: band.on_device):
+        for tuning in TUNINGS:
+            try:
+                expect_same(band, TritonFlush, **tuning)
+            except AssertionError:
+                return
+    pytest.fail("no band shows the fault")
+
+
+def far_pages(mover: ModuleType) -> bool:
+    """Whether a page beyond 2**32 bytes moves, in a buffer of which only the pages that are touched take memory."""
+    page_bytes = 1001
+    src, dst, wrapped = (2**32 // page_bytes + more for more in (10, 30, 0))
+    words = torch.from_numpy(np.zeros((wrapped + 50) * page_bytes, dtype=np.uint8)).view(-1, page_bytes)
+    value = torch.randint(1, 256, (page_bytes,), dtype=torch.uint8)
+    words[src] = value
+    tables = PageTables(8, words.shape[0], "cpu")
+    tables.bind(torch.tensor([5]), torch.tensor([src]))
+    pages = torch.tensor([src, 0]), torch.tensor([dst, 0])
+    mover.move_pages[(2,)](
+        words=words, virtual_to_physical=tables.virtual_to_physical, physical_to_virtual=tables.physical_to_virtual,
+        src_pages=pages[0], dst_pages=pages[1], moved=torch.empty(2, dtype=torch.int64), num_moves=torch.tensor(1),
+        ok=torch.tensor(1, dtype=torch.uint8), rows=2, PAGE_WORDS=page_bytes, CHUNK=256, ROWS=128,
+    )  # fmt: skip
+    assert tables.virtual_to_physical[5] == dst and tables.physical_to_virtual[dst] == 5
+    return torch.equal(words[dst], value)
+
+
+def test_offsets_do_not_wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert far_pages(move)
+    monkeypatch.setitem(MUTANTS, "int32", (move, "dst * PAGE_WORDS", "dst.to(tl.int32) * PAGE_WORDS"))
+    assert not far_pages(planted("int32", tmp_path))
+
+
+class Recorder:
+    """Stands for a kernel: keeps what it is launched with and, like a capture, does not run it."""
+
+    def __init__(self, kernel: Any, launches: list[tuple[Any, Any, dict[str, Any]]]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(**arguments: Any) -> None:
+            self._launches.append((self._kernel, grid, arguments))
+
+        return launch
+
+
+class OnlyMemory(TorchDispatchMode):
+    """Refuses whatever a graph made of kernel launches alone would not do again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name in ("empty", "empty_like", "slice", "select", "view", "detach"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block", [8, 1024])
+@pytest.mark.parametrize("grows_up", [True, False])
+def test_pack_is_launches_that_can_be_replayed_on_another_band(
+    grows_up: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a CUDA graph would: the same kernels, grids and arguments, twice, the tensors they name having got other contents."""
+    launches: list[tuple[Any, Any, dict[str, Any]]] = []
+    made = Pool(
+        Band((True, False, False) * 10, grows_up=grows_up, on_device=True, seed=1), TritonFlush, block=block
+    )
+    window, ascending, rows = made.window()
+    with monkeypatch.context() as patch:
+        for module, names in (
+            (plan, ("plan_one_block", "count_blocks", "match_blocks")),
+            (move, ("move_pages",)),
+        ):
+            for name in names:
+                patch.setattr(module, name, Recorder(getattr(module, name), launches))
+        with OnlyMemory():
+            outcome = made.ops.pack(window, ascending, rows)
+    assert len(launches) == (2 if block == 1024 else 3)
+
+    first = Pool(made.band)
+    other = Pool(Band((False, True, True, False, False, True) * 5, grows_up, seed=2, on_device=True))
+    for band in (first, other):
+        size = band.ascending.shape[0]
+        assert size <= ascending.shape[0], "a graph is made for the most there can be"
+        ascending.fill_(FAR if grows_up else -1)
+        (ascending[:size] if grows_up else ascending[ascending.shape[0] - size :]).copy_(band.ascending)
+        assert isinstance(window.mark, torch.Tensor) and window.extent is not None
+        window.mark.fill_(band.mark)
+        window.extent.fill_(size)
+        made.bytes.copy_(band.bytes)
+        made.tables.virtual_to_physical.copy_(band.tables.virtual_to_physical)
+        made.tables.physical_to_virtual.copy_(band.tables.physical_to_virtual)
+        for kernel, grid, arguments in launches:
+            kernel[grid](**arguments)
+        expected = band.flush()
+        assert made.state() == band.state()
+        assert int(outcome.moves) == expected["moves"] > 0 and bool(outcome.ok)
+
+
+def test_kernels_compile_for_a_gpu_and_move_16_bytes_at_once(tmp_path: Path) -> None:
+    """Triton needs no GPU to compile for one. That they run there is another matter (`test_on_gpu`)."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {kernel: len(variants) for kernel, variants in found.items()} == {
+        "plan_one_block": 8, "count_blocks": 8, "match_blocks": 8, "move_pages": 12,
+    }  # fmt: skip
+    for variant, accesses in found["move_pages"].items():
+        wide = {"ld.global.v2.b64", "st.global.v2.b64"}
+        assert wide <= set(accesses) if "16-byte" in variant else not wide & set(accesses), variant
