@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from allocator import OpaqueSubPoolSpec, UnifiedKVPool, kv_store_for
+from allocator import OpaqueSubPoolSpec, UnifiedKVPool, UnifiedPagePool, kv_store_for
 from allocator.error_log import ErrorLog
 from allocator.flush_ops import TorchFlush, Window
 from allocator.read_back import ReadBack
@@ -18,7 +18,8 @@ from allocator.unsettled import FAR
 @dataclass(frozen=True)
 class Band:
     """``holds[x]``: whether place ``x``, counted from the watermark, is live. ``lead`` pages lie between the buffer's end and the band's.
-    ``holes``: which of the places that are not live are listed as holes; None for all of them."""
+    ``holes``: which of the places that are not live are listed as holes; None for all of them. ``on_device``: watermark and number of holes
+    are known there only. ``moves_itself``: the bytes are a store's that wants to be asked."""
 
     holds: tuple[bool, ...]
     grows_up: bool = True
@@ -30,6 +31,17 @@ class Band:
     is_frozen: bool = False
     holes: tuple[int, ...] | None = None
     on_device: bool = False
+    moves_itself: bool = False
+
+
+class CountingPool(UnifiedPagePool):
+    """A store of another kind, derived from ours."""
+
+    rows_moved = 0
+
+    def move_physical_pages(self, dst_pages: torch.Tensor, src_pages: torch.Tensor, page_size: int) -> None:
+        self.rows_moved += src_pages.shape[0]
+        super().move_physical_pages(dst_pages, src_pages, page_size)
 
 
 class Pool:
@@ -76,8 +88,11 @@ class Pool:
         if band.is_frozen:
             self.errors._log = torch.tensor([1, 2, 3, 4], device=device)
             self.errors.ok = self.errors._log[0] == 0
+        self.store = kv_store_for(buffer, "pool")
+        if band.moves_itself:
+            self.store = CountingPool(unified_buffer=buffer, sub_pool_name="pool")
         self.ops = flush_class(
-            tables=self.tables, kvcache=kv_store_for(buffer, "pool"), errors=self.errors, page_size=band.page_size,
+            tables=self.tables, kvcache=self.store, errors=self.errors, page_size=band.page_size,
             numbers=torch.arange(num_pages + 1, device=device),
         )  # fmt: skip
         for name, value in tuning.items():
@@ -109,6 +124,7 @@ class Pool:
             "src": plan.src_pages[:done].tolist(),
             "dst": plan.dst_pages[:done].tolist(),
             "moved": moved.tolist(),
+            "asked to move": getattr(self.store, "rows_moved", None),
             "log": self.errors.log.tolist(),
             "ok": bool(self.errors.ok),
         }
@@ -161,6 +177,8 @@ def named_bands() -> dict[str, Band]:
         "pages of 4": Band((True, False) * 9, entry_bytes=20),
         "pages of 2": Band((True, False) * 9, entry_bytes=22),
         "pages of 1": Band((True, False) * 9, entry_bytes=21),
+        "a store that moves its own bytes": Band((True, False) * 9, page_size=4, moves_itself=True),
+        "the same, frozen": Band((True, False) * 9, page_size=4, moves_itself=True, is_frozen=True),
         "frozen": Band((True, False) * 9, is_frozen=True),
         "a hole that is not listed": Band((True, False, True, True, False, False, True), holes=(4, 5)),
         "a live page that is listed, frozen": Band((True, False, True, False), holes=(0,), is_frozen=True),

@@ -21,6 +21,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from allocator.errors import ConfigurationError  # noqa: E402
+from allocator.flush_ops import FLUSH_OPS_ENV, TorchFlush, flush_ops_class  # noqa: E402
 from allocator.kernels import flush, move, plan  # noqa: E402
 from allocator.kernels.flush import TritonFlush  # noqa: E402
 from allocator.tables import PageTables  # noqa: E402
@@ -118,6 +120,28 @@ class Recorder:
             self._launches.append((self._kernel, grid, arguments))
 
         return launch
+
+
+def test_what_moves_its_own_bytes_is_not_captured() -> None:
+    made = Pool(Band((True, False), moves_itself=True), TritonFlush)
+    with pytest.raises(ConfigurationError, match="its own bytes"):
+        made.ops.pack(*made.window())
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"),
+    [
+        ("", "cpu", TorchFlush),
+        ("", "cuda", TritonFlush),
+        ("torch", "cuda", TorchFlush),
+        ("triton", "cpu", TritonFlush),
+    ],
+)
+def test_who_does_the_work(
+    asked: str, device: str, expected: type[TorchFlush], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FLUSH_OPS_ENV, asked)
+    assert flush_ops_class(device) is expected
 
 
 class OnlyMemory(TorchDispatchMode):
