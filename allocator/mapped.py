@@ -167,6 +167,7 @@ class MappedBand(Band):
         self.num_pages = self._tables.num_pages = num_pages
         self.num_virtual_ids = self._tables.num_virtual_ids = num_ids
         self.max_slots = self.size = num_pages * self.page_size
+        self.total_bytes = self.unified_buffer.total_bytes  # SGLang's buffer may have another size by now
         self.clear()
 
     _set_capacity = resize

@@ -28,18 +28,24 @@ class Ticket:
         self._owner, self._row, self._event = owner, row, event
         self._values: list[int] | None = None
 
+    # A recorder's thread may ask for the same number as the engine's: the event is looked up once in each call.
+
     def ready(self) -> bool:
         """Whether the numbers are there. Asks, never waits."""
-        if self._event is not None and self._event.query():
-            self._event = None
-        return self._event is None
+        event = self._event
+        if event is None or not event.query():
+            return event is None
+        self._event = None
+        return True
 
     def wait(self) -> None:
         """Wait until the numbers are there: a synchronisation, unless they are."""
-        if not self.ready():
-            self._owner.blocking_reads += 1
-            self._event.synchronize()
-            self._event = None
+        event = self._event
+        if event is None or self.ready():
+            return
+        self._owner.blocking_reads += 1
+        event.synchronize()
+        self._event = None
 
     def values(self) -> list[int]:
         """The numbers, and behind them what is left of older ones; only once `ready` said so or `wait` returned."""
@@ -147,8 +153,14 @@ class LateCount:
     def __lt__(self, other: int | LateCount) -> bool:
         return int(self) < int(other)
 
+    def __le__(self, other: int | LateCount) -> bool:
+        return int(self) <= int(other)
+
     def __gt__(self, other: int | LateCount) -> bool:
         return int(self) > int(other)
+
+    def __ge__(self, other: int | LateCount) -> bool:
+        return int(self) >= int(other)
 
     def __hash__(self) -> int:
         return hash(int(self))
@@ -161,3 +173,6 @@ class LateCount:
 
     def __repr__(self) -> str:
         return str(int(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec)

@@ -61,6 +61,9 @@ NEEDED: Final = (
 )
 """Without one of these a trace would be wrong, so a version that lacks one is not recorded."""
 GATES: Final = (DISAGG_GATE, TRANSFER_GATE)
+LISTENERS: Final = "_kvtape_on_replaced"
+"""Attribute of SGLang's allocator module while it is recorded: functions to be called with the module by whoever puts other classes in the
+place of the allocators."""
 
 
 def installed_version() -> str | None:
@@ -105,17 +108,41 @@ class SglangHooks:
 
     def attach(self, module: Any) -> None:
         """Wrap the allocators of `module` (SGLang's, or another with classes of these names and methods), and what is beside them."""
-        hooks = self.recorder.hooks
         self.recorder.on_stop(self._take_marks_off)
-        hooks.require(definer(module.MultiEndedAllocator, "__init__"), "__init__", self._constructor)
+        self._wrap_classes(module)
+        # Another plugin may come after this one and replace them.
+        listeners = vars(module).setdefault(LISTENERS, [])
+        listeners.append(self._replaced)
+        self.recorder.on_stop(partial(self._stop_listening, module))
+        self._attach_transfer()
+        RequestHooks(self.recorder, self._tapes.values()).attach()
+
+    def _wrap_classes(self, module: Any) -> None:
+        constructor = definer(module.MultiEndedAllocator, "__init__")
+        if (constructor, "__init__") not in self._wrapped:
+            self.recorder.hooks.require(constructor, "__init__", self._constructor)
+            self._wrapped.add((constructor, "__init__"))
         for name in NEEDED:
             if definer(module.MultiEndedAllocator, name) is None:
                 raise MissingFunction(f"{module.MultiEndedAllocator.__name__} has no {name}")
         for owner in (module.MultiEndedAllocator, getattr(module, "FloatMultiEndedAllocator", None)):
             if owner is not None:
                 self._wrap_methods(owner)
-        self._attach_transfer()
-        RequestHooks(self.recorder, self._tapes.values()).attach()
+
+    def _replaced(self, module: Any) -> None:
+        """Other classes stand where the allocators stood: they are what is recorded from now on."""
+        try:
+            if self.recorder.active:
+                self._wrap_classes(module)
+        except Exception as problem:
+            self.recorder.fail(problem)
+
+    def _stop_listening(self, module: Any) -> None:
+        listeners = vars(module).get(LISTENERS, [])
+        if self._replaced in listeners:
+            listeners.remove(self._replaced)
+        if not listeners:
+            vars(module).pop(LISTENERS, None)
 
     def _wrap_methods(self, owner: type) -> None:
         """Wrap the methods of a class, each where it is defined and once."""

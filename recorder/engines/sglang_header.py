@@ -55,6 +55,7 @@ def header_of(allocators: list[Any], engine: Engine, *, served: bool) -> Header:
         settings={
             "placement": "engine" if engine.same_placement else "free",
             "move_cap": int(allocators[0]._lazy_max_moves_per_call),
+            **_implementation(allocators[0]),
             **_plain_settings(arguments),
         },
         pools=[_pool(allocator) for allocator in allocators],
@@ -67,6 +68,12 @@ def header_of(allocators: list[Any], engine: Engine, *, served: bool) -> Header:
             how=f"kvtape's hook on the sub-pool allocators of {engine.name} {engine.version}".strip(),
         ),
     )
+
+
+def _implementation(allocator: Any) -> dict[str, str]:
+    """Whose class this is, where it stands in the place of SGLang's and says so."""
+    name = getattr(allocator, "implementation", None)
+    return {"allocator": name} if isinstance(name, str) else {}
 
 
 def _pool(allocator: Any) -> PoolHeader:

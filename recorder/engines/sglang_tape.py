@@ -88,13 +88,15 @@ class Tape:
 
     def put_state(self, session: Session) -> None:
         """Queue the state of every sub-pool: counts the allocators keep, digests of the tables computed on their device."""
+        allocators = [allocator for reference in self.allocators if (allocator := reference()) is not None]
+        if not all(getattr(allocator, "_is_settled", True) for allocator in allocators):
+            # Numbers of a flush are on their way from the device, and asking for a size would wait for them. After the next call, then.
+            self.calls_to_state = 1
+            return
         self.calls_to_state = self.state_every
         capture = self.recorder.staging.capture
         pools: list[tuple[str, dict[str, int], Captured, Captured]] = []
-        for reference in self.allocators:
-            allocator = reference()
-            if allocator is None:
-                continue
+        for allocator in allocators:
             free = allocator.free_virtual_ids
             pools.append(
                 (

@@ -1,0 +1,132 @@
+"""Puts kvtape's allocator in the place of SGLang's: ``KVTAPE_ALLOCATOR=device`` in the environment of the server, and nothing else.
+
+SGLang calls `install`, an entry point of its group ``sglang.srt.plugins``, in each of its processes before any pool is made. Without the
+variable nothing is imported, replaced or said. What cannot be done is said in one line, and SGLang goes on with its own class: that one is
+always a right answer, and servers whose variable has a slip, or whose SGLang was brought up to date, must not be down for it. Which
+allocator is in use is in the log (a line for each sub-pool) and in the header of a recording.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+VARIABLE: Final = "KVTAPE_ALLOCATOR"
+#: Releases whose every use of the two classes has been looked at. A local part ("+cu129") is the same release, a post-release is not.
+VERSIONS: Final = ("0.5.23",)
+
+MODULE: Final = "sglang.srt.mem_cache.allocator.unified_sub_pool"
+#: Have the classes' names from `MODULE` as their own. They are imported first, so that none of them takes the old ones later.
+USERS: Final = (
+    "sglang.srt.mem_cache.allocator.unified_hybrid_swa",
+    "sglang.srt.mem_cache.allocator.unified_mamba",
+)
+END: Final = "MultiEndedAllocator"
+FLOAT: Final = "FloatMultiEndedAllocator"
+#: Attribute of `MODULE`, if somebody left it there: a list of functions to be called with the module once its classes are others. A
+#: recorder that began before wrapped the methods of classes that nobody uses any more.
+LISTENERS: Final = "_kvtape_on_replaced"
+
+
+def install() -> None:
+    """Entry point of the group ``sglang.srt.plugins``. Never raises; may be called more than once."""
+    chosen = os.environ.get(VARIABLE, "")
+    if not chosen or _in_place:
+        return
+    import logging
+
+    log = logging.getLogger("kvtape")
+    try:
+        reason = refusal(chosen, os.environ)
+        if reason:
+            log.error("kvtape: SGLang goes on with its own allocator: %s", reason)
+            return
+        put_in_place(chosen)
+    except Exception as problem:
+        remove()
+        log.error(
+            "kvtape: SGLang goes on with its own allocator: kvtape's cannot stand in its place: %s: %s",
+            type(problem).__name__,
+            problem,
+        )
+        return
+    log.info(
+        "kvtape: %s=%s: sub-pools of SGLang's unified memory pool (--enable-unified-memory) are allocated by kvtape",
+        VARIABLE,
+        chosen,
+    )
+
+
+def refusal(chosen: str, environment: Mapping[str, str]) -> str:
+    """Why ``chosen`` cannot be had here, "" if it can."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from allocator.lookup import STRATEGIES
+
+    if chosen not in STRATEGIES:
+        return f"{VARIABLE} is {chosen!r}; it may be {', '.join(sorted(STRATEGIES))}"
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        installed = "of unknown version"
+    if installed.split("+")[0] not in VERSIONS:
+        return f"{VARIABLE} is for SGLang {', '.join(VERSIONS)}, and this is SGLang {installed}"
+    return ""
+
+
+#: What was replaced, and by what: owner, name, the original, ours.
+_in_place: list[tuple[Any, str, Any, Any]] = []
+
+
+def put_in_place(strategy: str) -> None:
+    """Replace the two classes wherever SGLang has bound them, whatever version it is.
+
+    Raises:
+        ImportError, AttributeError: the modules or the classes are not where they are looked for; see `remove`.
+    """
+    import importlib
+
+    from allocator.sglang_classes import SglangFloatMultiEndedAllocator, SglangMultiEndedAllocator
+
+    module = importlib.import_module(MODULE)
+    for name in USERS:
+        importlib.import_module(name)
+    ours = {END: SglangMultiEndedAllocator, FLOAT: SglangFloatMultiEndedAllocator}
+    theirs = {name: getattr(module, name) for name in ours}
+    environment = importlib.import_module("sglang.srt.environ").envs
+    kernels = importlib.import_module("sglang.kernels.ops.memory.virtual_slot")
+    max_pages = int(environment.SGLANG_COMPACTION_MAX_PAGES_PER_MOVE.get())
+    if max_pages < 1:
+        raise ValueError(f"SGLANG_COMPACTION_MAX_PAGES_PER_MOVE is {max_pages}; it must be 1 or more")
+    _replace(SglangMultiEndedAllocator, "chosen_strategy", strategy)
+    _replace(SglangMultiEndedAllocator, "max_pages_per_move", max_pages)
+    _replace(SglangMultiEndedAllocator, "translate_token_ids", staticmethod(kernels.translate_token_ids))
+    for name, their_class in theirs.items():
+        for owner, bound_as in _bound(their_class):
+            _replace(owner, bound_as, ours[name])
+    for tell in list(getattr(module, LISTENERS, ())):
+        tell(module)
+
+
+def remove() -> None:
+    """Give SGLang its classes back. Pools that were made meanwhile stay what they are."""
+    while _in_place:
+        owner, name, original, ours = _in_place.pop()
+        if vars(owner).get(name) is ours:
+            setattr(owner, name, original)
+
+
+def _bound(their_class: type) -> Iterator[tuple[Any, str]]:
+    """Every module of SGLang's, and every name in it, that stands for the class."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "sglang":
+            for bound_as, value in list(getattr(module, "__dict__", {}).items()):
+                if value is their_class:
+                    yield module, bound_as
+
+
+def _replace(owner: Any, name: str, ours: Any) -> None:
+    _in_place.append((owner, name, vars(owner)[name], ours))
+    setattr(owner, name, ours)
