@@ -185,8 +185,18 @@ class SglangDeviceMultiEndedAllocator(SglangMultiEndedAllocator, DeviceMultiEnde
     """An END pool for SGLang, strategy ``device``.
 
     SGLang's composites add up sizes of several pools that they read one by one, and its check for leaks compares such sums. So sizes are
-    exact here: who asks while a flush's numbers are on their way waits for them, which `blocking_reads` counts.
+    exact here: who asks while a flush's numbers are on their way waits for them, which `blocking_reads` counts. The composites begin with
+    the epoch of the chain or with somebody's holes, and go on to frontiers of any pool.
     """
+
+    def _chain_capacity_epoch(self) -> int:
+        self._settle_chain()
+        return super()._chain_capacity_epoch()
+
+    @property
+    def _free_phys_pages(self) -> torch.Tensor:
+        self._settle_chain()
+        return super()._free_phys_pages
 
     def available_size(self) -> int:
         self._settle_chain()

@@ -1,17 +1,24 @@
 """Puts kvtape's allocator in the place of SGLang's: ``KVTAPE_ALLOCATOR=device`` in the environment of the server, and nothing else.
 
-SGLang calls `install`, an entry point of its group ``sglang.srt.plugins``, in each of its processes before any pool is made. Without the
-variable nothing is imported, replaced or said. What cannot be done is said in one line, and SGLang goes on with its own class: that one is
-always a right answer, and servers whose variable has a slip, or whose SGLang was brought up to date, must not be down for it. Which
-allocator is in use is in the log (a line for each sub-pool) and in the header of a recording.
+SGLang calls an entry point of its group ``sglang.srt.plugins`` in each of its processes, before any pool is made, and that calls `install`.
+What cannot be done is said in one line, and SGLang goes on with its own class: that one is always a right answer, and servers whose
+variable has a slip, or whose SGLang was brought up to date, must not be down for it. Which allocator is in use is in the log (a line for
+each sub-pool) and in the header of a recording.
 """
 
 from __future__ import annotations
 
-import os
+import importlib
+import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
+
+from allocator.lookup import STRATEGIES
+from allocator.sglang_classes import SglangFloatMultiEndedAllocator, SglangMultiEndedAllocator
+
+log = logging.getLogger("kvtape")
 
 VARIABLE: Final = "KVTAPE_ALLOCATOR"
 #: Releases whose every use of the two classes has been looked at. A local part ("+cu129") is the same release, a post-release is not.
@@ -30,16 +37,12 @@ FLOAT: Final = "FloatMultiEndedAllocator"
 LISTENERS: Final = "_kvtape_on_replaced"
 
 
-def install() -> None:
-    """Entry point of the group ``sglang.srt.plugins``. Never raises; may be called more than once."""
-    chosen = os.environ.get(VARIABLE, "")
-    if not chosen or _in_place:
+def install(chosen: str) -> None:
+    """Have SGLang's pools allocated with the strategy ``chosen``, or say why not. Does nothing the second time; never raises."""
+    if _in_place:
         return
-    import logging
-
-    log = logging.getLogger("kvtape")
     try:
-        reason = refusal(chosen, os.environ)
+        reason = refusal(chosen)
         if reason:
             log.error("kvtape: SGLang goes on with its own allocator: %s", reason)
             return
@@ -59,12 +62,8 @@ def install() -> None:
     )
 
 
-def refusal(chosen: str, environment: Mapping[str, str]) -> str:
+def refusal(chosen: str) -> str:
     """Why ``chosen`` cannot be had here, "" if it can."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from allocator.lookup import STRATEGIES
-
     if chosen not in STRATEGIES:
         return f"{VARIABLE} is {chosen!r}; it may be {', '.join(sorted(STRATEGIES))}"
     try:
@@ -86,10 +85,6 @@ def put_in_place(strategy: str) -> None:
     Raises:
         ImportError, AttributeError: the modules or the classes are not where they are looked for; see `remove`.
     """
-    import importlib
-
-    from allocator.sglang_classes import SglangFloatMultiEndedAllocator, SglangMultiEndedAllocator
-
     module = importlib.import_module(MODULE)
     for name in USERS:
         importlib.import_module(name)
