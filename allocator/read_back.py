@@ -50,7 +50,10 @@ class Ticket:
     def values(self) -> list[int]:
         """The numbers, and behind them what is left of older ones; only once `ready` said so or `wait` returned."""
         if self._values is None:
-            self._values = self._row.tolist()
+            values = self._row.tolist()
+            # Looked at again: whoever needs the place in memory has taken these numbers out first, perhaps meanwhile.
+            if self._values is None:
+                self._values = values
         return self._values
 
 

@@ -137,6 +137,9 @@ def write_call(sink: Sink, item: Item) -> None:
         result = ids(result)
     elif form == NO_RESULT:
         result = UNSET
+    else:
+        # An allocator may answer with a number that is still on its way from the device: it is waited for here, not on the engine's thread.
+        result = int(result)
     sink.writer.append(
         kind,
         pool=pool,

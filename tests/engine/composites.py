@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-
 LAYOUTS = ("full and swa", "full and mamba", "full, swa and mamba")
 
 
@@ -217,7 +216,9 @@ class Scheduler:
                 "full tokens first": made.full_tokens_before_mamba_recheck(8),
             }  # fmt: skip
         if hasattr(made, "can_reserve"):
-            found["can reserve"] = [made.can_reserve(n * self.page_size, n * self.page_size) for n in (1, 4, 16)]
+            found["can reserve"] = [
+                made.can_reserve(n * self.page_size, n * self.page_size) for n in (1, 4, 16)
+            ]
         return {**found, "violations": made.verify_byte_accounting(), "text": made.debug_print()}
 
     def places(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ class RunResult:
     options: dict[str, Any]
     #: Token ids that were answered, by request.
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    #: Their log-probabilities, by request, from a runner that asks for them.
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
     startup_seconds: float = 0.0
     #: From the first request to the last answer.
     seconds: float = 0.0
@@ -42,7 +44,9 @@ class RunResult:
         }
         if path is not None:
             path.write_text(json.dumps(asdict(self) | figures), encoding="utf-8")
-        brief = {key: value for key, value in asdict(self).items() if key not in ("outputs", "options")}
+        brief = {
+            key: value for key, value in asdict(self).items() if key not in ("outputs", "logprobs", "options")
+        }
         print(json.dumps(brief | figures), flush=True)
 
 

@@ -87,20 +87,17 @@ def test_both_wrappers_record_the_same(
         assert event[7] == answer
 
 
-def test_a_batch_call_that_raises_is_recorded_and_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_call_that_raises_is_recorded_and_raises(tmp_path: Path) -> None:
     class Refusing(allocator.MultiEndedAllocator):
         def alloc_decode(
             self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
         ) -> torch.Tensor | None:
             raise ValueError("the engine's own")
 
-    monkeypatch.setattr("tests.allocator.pools.MultiEndedAllocator", Refusing)
     recorder = Recorder(settings(tmp_path))
     hooked(recorder)
     try:
-        full, _ = two_ends()
+        full, _ = two_ends(end_class=Refusing)
         with pytest.raises(ValueError, match="the engine's own"):
             full.alloc_decode(int64([1]), int64([1]), int64([5]))
         full.alloc(4)

@@ -1,0 +1,162 @@
+"""A real SGLang engine on a CPU, with its own allocator and with kvtape's in its place: same answers, and traces that replay on both."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recorder.trace import TraceReader
+from replayer.plugin import VARIABLE
+from replayer.replay import Outcome, ReplayOptions, replay
+from replayer.targets import TargetOptions
+from replayer.targets_sglang import remove_cpu_stand_ins, sglang_version
+
+REPOSITORY = Path(__file__).parents[2]
+PLUGINS = {point.name for point in entry_points(group="sglang.srt.plugins")}
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        sglang_version() != "0.5.23" or "kvtape_sglang_cpu" not in PLUGINS,
+        reason="SGLang 0.5.23's engine is not set up to run on a CPU here (tools/build_sglang_env.sh)",
+    ),
+]
+
+KVTAPE = [
+    sys.executable,
+    "-W",
+    "ignore",
+    "-c",
+    "import sys; from replayer.main import main; sys.exit(main())",
+]
+RUN = [
+    *(sys.executable, "-W", "ignore", "-m", "tests.engines.run_sglang", "--page-size", "16", "--lag", "3"),
+    *("--requests", "12", "--rounds", "2", "--linger", "2", "--logprobs"),
+]
+SECONDS = 600
+
+
+@dataclass
+class Run:
+    """An engine's run: what it answered, what it said, and its recording."""
+
+    result: dict[str, Any]
+    said: str
+    trace: Path
+
+
+def begin(folder: Path, **variables: str) -> subprocess.Popen[str]:
+    folder.mkdir()
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("KVTAPE_") or name == "KVTAPE_MODELS"
+    }
+    # An engine is two processes that import the same files, and compiling those takes longer than anything else here.
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    kept["PYTHONPYCACHEPREFIX"] = str(folder.parent / "compiled")
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    command = [*KVTAPE, "record", "-o", str(folder / "run.msgpack.zst"), "--state-every", "50", "--", *RUN]
+    return subprocess.Popen(
+        [*command, "--out", str(folder / "out.json")], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env={**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **variables},
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str], folder: Path) -> Run:
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said[-4000:]
+    (trace,) = folder.glob("run.*.msgpack.zst")
+    return Run(json.loads((folder / "out.json").read_text(encoding="utf-8")), said, trace)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The same requests, served with SGLang's own allocator and with kvtape's, both recorded. At the same time: most of it is starting."""
+    assert "kvtape-allocator" in PLUGINS, (
+        "kvtape was installed before it had this entry point: install it again"
+    )
+    folder = tmp_path_factory.mktemp("in place")
+    begun = {
+        "theirs": begin(folder / "theirs"),
+        "ours": begin(folder / "ours", **{VARIABLE: "device"}),
+    }
+    try:
+        return {name: end(process, folder / name) for name, process in begun.items()}
+    finally:
+        for process in begun.values():
+            if process.poll() is None:
+                process.kill()
+
+
+def test_the_answers_are_the_same_token_for_token(runs: dict[str, Run]) -> None:
+    theirs, ours = runs["theirs"].result, runs["ours"].result
+    assert ours["outputs"] == theirs["outputs"]
+    assert ours["logprobs"] == theirs["logprobs"]
+    assert sum(map(len, theirs["logprobs"].values())) == theirs["output_tokens"] > 500
+    assert ours["counts"] == theirs["counts"]
+    assert theirs["counts"]["num_retractions"] > 0
+
+
+def test_the_recordings_say_whose_allocator_it_was(runs: dict[str, Run]) -> None:
+    headers = {}
+    for name, run in runs.items():
+        with TraceReader(run.trace) as reader:
+            headers[name] = reader.header
+    assert headers["ours"].settings["allocator"] == "kvtape device"
+    assert headers["ours"].allocator == "SglangDeviceMultiEndedAllocator"
+    assert "allocator" not in headers["theirs"].settings
+    for header in headers.values():
+        assert (header.engine, header.engine_version, header.settings["placement"]) == (
+            "sglang",
+            "0.5.23",
+            "engine",
+        )
+    assert headers["ours"].pools == headers["theirs"].pools
+
+
+def moved(outcome: Outcome) -> int:
+    return sum(flush.moves for flush in outcome.flushes)
+
+
+@pytest.mark.parametrize("target", ["kvtape", "sglang"])
+@pytest.mark.parametrize("run", ["theirs", "ours"])
+def test_each_recording_replays_on_both(run: str, target: str, runs: dict[str, Run]) -> None:
+    strategy = "device" if target == "kvtape" else "batched"
+    try:
+        outcome = replay(
+            ReplayOptions(runs[run].trace, target=TargetOptions(allocator=target, strategy=strategy))
+        )
+    finally:
+        remove_cpu_stand_ins()
+    assert outcome.failure is None
+    assert (outcome.dropped, outcome.ids) == (0, "recorded")
+    assert outcome.events > 1000
+    assert moved(outcome) > 10
+    assert sum(flush.urgent for flush in outcome.flushes) > 5
+    assert outcome.held["C15"] > 100 and outcome.held["C6"] > 100
+
+
+def test_what_cannot_be_had_is_said_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside SGLang, in this process."""
+    import importlib
+
+    from allocator import sglang_plugin
+
+    module = importlib.import_module(sglang_plugin.MODULE)
+    before = dict(vars(module))
+    with caplog.at_level(logging.ERROR, "kvtape"):
+        sglang_plugin.install("fast")
+    assert dict(vars(module)) == before
+    (said,) = caplog.messages
+    assert "'fast'" in said and "batched, device, hybrid, per-row" in said
