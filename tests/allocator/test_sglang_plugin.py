@@ -251,7 +251,7 @@ def test_a_state_is_put_off_while_sizes_are_on_their_way(
     # The thread that writes may have waited for the number before the next call.
     assert [row.after_seq for row in rows] in ([3], [4])
     outcome = replay(ReplayOptions(path))
-    assert outcome.failure is None and outcome.held["C15"] > 5
+    assert outcome.failure is None and outcome.held["C15"]
 
 
 # -- what SGLang's other files ask for
