@@ -66,6 +66,11 @@ COMMANDS: dict[str, Command] = {
         "recorder.commands.anonymize", "take out of a trace what could tell users or machines apart"
     ),
     "bench": Command("replayer.commands.bench", "measure allocators on traces, as ratios within one run"),
+    # Found before "bench" is: a trace of that name is ./flush.
+    "bench flush": Command(
+        "replayer.commands.bench_flush",
+        "measure one flush: moves, pool sizes, page sizes and strategies, as ratios within one run",
+    ),
 }
 
 
@@ -108,8 +113,10 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_umbrella(arguments: list[str]) -> int:
-    if arguments and arguments[0] in COMMANDS:
-        return _run_command(arguments[0], f"kvtape {arguments[0]}", arguments[1:])
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if name in COMMANDS:
+            return _run_command(name, f"kvtape {name}", arguments[words:])
     parser = argparse.ArgumentParser(
         prog="kvtape",
         description="Record and replay what KV-cache allocators of LLM serving engines do.",

@@ -20,6 +20,8 @@ from recorder.trace import Header, PoolHeader
 from replayer.errors import UsageError
 
 ALLOCATOR_MODULE = "sglang.srt.mem_cache.allocator.unified_sub_pool"
+#: Where the class is before 0.5.20: two ends only, both owning their ids, whole traces do not run on it.
+OLDER_ALLOCATOR_MODULE = "sglang.srt.mem_cache.multi_ended_allocator"
 PAGED_MODULE = "sglang.srt.mem_cache.allocator.paged"
 POOL_MODULE = "sglang.srt.mem_cache.unified_memory_pool"
 
@@ -36,25 +38,32 @@ def sglang_version() -> str | None:
         return "unknown"
 
 
-def build_sglang_pools(header: Header, *, kvcache_for: Callable[[str], Any]) -> dict[str, Any]:
+def build_sglang_pools(
+    header: Header, *, kvcache_for: Callable[[str], Any], older: bool = False
+) -> dict[str, Any]:
     """Fresh allocators of SGLang, by pool name, in the header's order, neighbours bound, on the CPU.
 
     Args:
         kvcache_for: pool name to the object that moves its pages: ``move_physical_pages(dst, src, page_size)`` and, if pages are to
-            be zeroed when they are handed out, ``zero_physical_pages(pages)``.
+            be zeroed when they are handed out, ``zero_physical_pages(pages)``. Before 0.5.20: ``move_kv_cache(dst, src)`` of tokens.
+        older: whether a version before 0.5.20 will do as well, which knows fewer calls and no floats.
 
     Raises:
         UsageError: SGLang is not installed here, does not import, or refuses these pools.
     """
-    allocators = _import(ALLOCATOR_MODULE)
+    allocators = _allocators(older)
     buffer = _BufferSizes(header, _import(POOL_MODULE).SubPoolSpec)
-    install_cpu_stand_ins()
+    install_cpu_stand_ins(allocators)
     made = {pool.name: _build(allocators, pool, buffer, kvcache_for(pool.name)) for pool in header.pools}
     if "move_cap" in header.settings:
         for allocator in made.values():
             allocator._lazy_max_moves_per_call = int(header.settings["move_cap"])
     chain = [made[name] for name in buffer.chain]
     for low, high in pairwise(chain):
+        if not hasattr(low, "bind_high_peer"):
+            low.bind_peer(high)
+            high.bind_peer(low)
+            continue
         # For two ends this is what their bind_peer does; floats have to be bound this way.
         low.bind_high_peer(high)
         high.bind_low_peer(low)
@@ -64,6 +73,9 @@ def build_sglang_pools(header: Header, *, kvcache_for: Callable[[str], Any]) -> 
 def _build(allocators: Any, pool: PoolHeader, buffer: _BufferSizes, kvcache: Any) -> Any:
     is_float = pool.grow_direction == "float"
     chosen = allocators.FloatMultiEndedAllocator if is_float else allocators.MultiEndedAllocator
+    arguments: dict[str, Any] = {}
+    if not pool.is_id_owner:
+        arguments["virtual_num_pages"] = pool.num_virtual_ids
     try:
         made = chosen(
             kvcache=kvcache,
@@ -71,9 +83,9 @@ def _build(allocators: Any, pool: PoolHeader, buffer: _BufferSizes, kvcache: Any
             sub_pool_name=pool.name,
             device="cpu",
             is_id_owner=pool.is_id_owner,
-            virtual_num_pages=None if pool.is_id_owner else pool.num_virtual_ids,
             page_size=pool.page_size,
             lazy_compaction=pool.lazy_compaction and not is_float,
+            **arguments,
         )
     except (AssertionError, RuntimeError) as error:
         raise UsageError(f"SGLang refuses pool {pool.name!r}: {error}") from None
@@ -119,6 +131,16 @@ def _spec(pool: PoolHeader, spec_base: type[Any]) -> Any:
     return of_entry_bytes(name=pool.name, layer_num=pool.layer_num, grow_direction=direction)
 
 
+def _allocators(older: bool) -> Any:
+    """The module that has the allocators; the one before 0.5.20 only if ``older`` and there is no other."""
+    try:
+        return _import(ALLOCATOR_MODULE)
+    except UsageError:
+        if not older or sglang_version() is None:
+            raise
+        return _import(OLDER_ALLOCATOR_MODULE)
+
+
 def _import(module: str) -> Any:
     try:
         with warnings.catch_warnings():
@@ -136,14 +158,17 @@ def _import(module: str) -> Any:
 # -- stand-ins where there is no CUDA
 
 
-def install_cpu_stand_ins() -> None:
+def install_cpu_stand_ins(allocators: Any = None) -> None:
     """Put in place what SGLang's allocators call and only CUDA has. Does nothing where CUDA is there, and nothing twice.
 
     They stay, since an allocator needs them for as long as it is called; `remove_cpu_stand_ins` takes them away.
+
+    Args:
+        allocators: the module that has the allocators; None for the one that 0.5.20 and later have.
     """
     if torch.cuda.is_available() or _replaced:
         return
-    allocators = _import(ALLOCATOR_MODULE)
+    allocators = allocators or _import(ALLOCATOR_MODULE)
     naive = _import(PAGED_MODULE).alloc_extend_naive
     _replace(torch.cuda, "current_stream", _current_stream)
     _replace(allocators, "alloc_extend_kernel", _PagedKernel(_extend_with(naive)))

@@ -30,17 +30,20 @@ NOT_INSTALLED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "traces", nargs="*", metavar="TRACE", help="trace files (default: those in traces/ that can be timed)"
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        help="trace files (default: those in traces/ that can be timed); `kvtape bench flush` measures flushes alone",
     )
     parser.add_argument(
         "--rounds",
-        type=_positive,
+        type=positive,
         default=5,
         metavar="N",
         help="rounds that count, after one to warm up (default 5)",
     )
     parser.add_argument(
-        "--limit", type=_positive, metavar="N", help="time only the first N calls of each trace"
+        "--limit", type=positive, metavar="N", help="time only the first N calls of each trace"
     )
     parser.add_argument(
         "--strategy",
@@ -347,7 +350,8 @@ def _kernel_kinds() -> tuple[EventKind, ...]:
     return KERNEL_KINDS
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A count from the command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a count of at least 1")
