@@ -79,7 +79,7 @@ def test_a_candidate_that_places_otherwise_is_refused() -> None:
             if not swapped:
                 swapped.append(True)
                 table = pools["full"].virtual_to_physical
-                table[[1, 2]] = table[[2, 1]]
+                table[[200, 201]] = table[[201, 200]]
             return moved
 
         pools["full"]._flush = flush
