@@ -137,15 +137,26 @@ class NoTokens(NoBytes):
     def move_kv_cache(self, dst_tokens: torch.Tensor, src_tokens: torch.Tensor) -> None: ...
 
 
-def header_for(point: Point, live: int) -> Header:
-    """An END pool that grows down, the one that is flushed, and one that grows up and stays empty."""
-    entry = 64
-    pages = max(point.pages, 2 * live + 64)
+#: One layer of one head of 8 numbers: small, since no bytes are moved here.
+SMALL_LAYOUT: Final = {"head_num": 1, "head_dim": 8, "dtype": "float32"}
+
+
+def header_for(
+    point: Point, live: int, *, layout: Mapping[str, Any] = SMALL_LAYOUT, layers: int = 1, spare: float = 2.0
+) -> Header:
+    """An END pool that grows down, the one that is flushed, and one that grows up and stays empty.
+
+    Args:
+        layout: of a token's keys, and of its values, in one layer.
+        spare: pages of the pool by live ones, at least.
+    """
+    itemsize = getattr(torch, layout["dtype"]).itemsize
+    entry = 2 * layout["head_num"] * layout["head_dim"] * itemsize * layers
+    pages = max(point.pages, int(spare * live) + 64)
     pools = [
         PoolHeader(
-            name=name, kind="mha", grow_direction=direction, page_size=point.page_size, entry_bytes=entry, layer_num=1, num_pages=pages,
-            min_page_index=1, num_virtual_ids=pages, is_id_owner=True, lazy_compaction=True,
-            layout={"head_num": 1, "head_dim": 8, "dtype": "float32"},
+            name=name, kind="mha", grow_direction=direction, page_size=point.page_size, entry_bytes=entry, layer_num=layers,
+            num_pages=pages, min_page_index=1, num_virtual_ids=pages, is_id_owner=True, lazy_compaction=True, layout=dict(layout),
         )
         for name, direction in (("full", "down"), ("swa", "up"))
     ]  # fmt: skip
@@ -176,7 +187,8 @@ class Forward:
 
 
 class Rig:
-    """One candidate's pool, and how it is brought to ``moves`` moves from a packed band of ``live`` pages."""
+    """One candidate's pool, and how it is brought to ``moves`` moves from a packed band of ``live`` pages: `make_holes`, `flush`,
+    `fill_up`, again and again."""
 
     def __init__(self, pools: Mapping[str, Any], point: Point, live: int) -> None:
         self.pool = pools["full"]
@@ -187,43 +199,60 @@ class Rig:
         mark = int(pool.watermark_physical)
         if moves:
             # The farthest places of a pool that grows down are its last ones; the pages next to the watermark stay live.
-            self._holes = pool.num_pages - 1 - order
+            holes = pool.num_pages - 1 - order
         else:
-            self._holes = mark + 1 + order
+            holes = mark + 1 + order
         if point.kind == "urgent, half vacant" and moves:
             # The window then holds as many live pages as are to move, and as many holes.
-            self._holes = torch.cat([self._holes, mark + 1 + 2 * torch.arange(moves)])
+            holes = torch.cat([holes, mark + 1 + 2 * torch.arange(moves)])
+        self._holes = holes.to(pool.device)
         # The forward writes pages that are farthest of all live ones: fresh tokens of long requests, which do not stop the walk.
-        self._written = pool.num_pages - 1 - moves - torch.arange(WRITTEN)
+        self._written = (pool.num_pages - 1 - moves - torch.arange(WRITTEN)).to(pool.device)
 
-    def once(self) -> int:
-        """Make holes, flush, and fill up again; nanoseconds of the flush.
-
-        Raises:
-            ResultsDiffer: the flush moved another number of pages than was arranged.
-        """
-        pool, point = self.pool, self.point
+    def make_holes(self) -> torch.Tensor:
+        """Free what is to be free; virtual token ids (int64 ``[WRITTEN]``) that a running forward may write."""
+        pool = self.pool
         owners = pool.physical_to_virtual[self._holes]
         pool.free(owners * pool.page_size)
-        forward = None
-        if point.kind == DURING:
-            forward = Forward()
-            pool.set_latest_forward_done_event(forward)
-            pool.set_inflight_forward(forward, pool.physical_to_virtual[self._written] * pool.page_size)
-        urgent = point.kind.startswith("urgent")
-        begin = perf_counter_ns()
-        moved = pool._flush(urgent=urgent)
-        took = perf_counter_ns() - begin
+        written: torch.Tensor = pool.physical_to_virtual[self._written] * pool.page_size
+        return written
+
+    def launch(self, forward: Any, written: torch.Tensor) -> None:
+        """A forward runs from here on, until its event says that it is done."""
+        self.pool.set_latest_forward_done_event(forward)
+        self.pool.set_inflight_forward(forward, written)
+
+    def flush(self) -> Any:
+        """What is measured: one flush; pages moved, a number that may come later."""
+        return self.pool._flush(urgent=self.point.kind.startswith("urgent"))
+
+    def fill_up(self, moved: Any) -> None:
+        """After a flush that moved ``moved`` pages: as before, but packed again. Forwards have to be done.
+
+        Raises:
+            ResultsDiffer: another number of pages than was arranged.
+        """
+        pool, point = self.pool, self.point
         if int(moved) != point.moves:
             raise ResultsDiffer(
                 f"{type(pool).__module__}.{type(pool).__name__} moved {int(moved)} pages where {point.moves} were to move ({point.kind})"
             )
-        if forward is not None:
-            forward.done = True
-            pool.set_inflight_forward(forward, None)
-            pool.set_latest_forward_done_event(None)
+        pool.set_inflight_forward(None, None)
+        pool.set_latest_forward_done_event(None)
         pool._flush(urgent=True)
-        pool.alloc(len(self._holes) * pool.page_size)
+        pool.alloc(self._holes.shape[0] * pool.page_size)
+
+    def once(self) -> int:
+        """All of it on a CPU; nanoseconds of the flush. Raises as `fill_up`."""
+        written = self.make_holes()
+        forward = Forward()
+        if self.point.kind == DURING:
+            self.launch(forward, written)
+        begin = perf_counter_ns()
+        moved = self.flush()
+        took = perf_counter_ns() - begin
+        forward.done = True
+        self.fill_up(moved)
         return took
 
 

@@ -34,6 +34,13 @@ class CudaCrossCheck:
         self._catcher: warnings.catch_warnings[list[warnings.WarningMessage]] | None = None
         self._caught: list[warnings.WarningMessage] = []
 
+    @property
+    def so_far(self) -> int | None:
+        """`synchronisations`, those of a block that is still open included."""
+        if self._catcher is None:
+            return self.synchronisations
+        return (self.synchronisations or 0) + sum(_MESSAGE in str(each.message) for each in self._caught)
+
     def __enter__(self) -> CudaCrossCheck:
         if self._catcher is not None:
             raise RuntimeError("the cross-check is running already: its mode is that of the whole process")

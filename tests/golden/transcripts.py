@@ -63,19 +63,23 @@ def spec_of(pool: dict[str, Any]) -> SubPoolSpec:
 class Player:
     """Our allocators, wired as the transcript's header says."""
 
+    device = "cpu"
+
     def __init__(
         self,
         header: dict[str, Any],
         strategy: str,
         end_class: type[MultiEndedAllocator] = MultiEndedAllocator,
         float_class: type[FloatMultiEndedAllocator] = FloatMultiEndedAllocator,
+        device: str = "cpu",
     ) -> None:
         pools = header["pools"]
+        self.device = device
         page_size = max(pool["page_size"] for pool in pools)
         buffer = UnifiedKVPool(
             total_bytes=header["total_bytes"],
             sub_pool_specs=[spec_of(p) for p in pools],
-            device="cpu",
+            device=device,
             page_size=page_size,
         )
         self.allocators: dict[str, MultiEndedAllocator] = {}
@@ -89,7 +93,7 @@ class Player:
                 kvcache=kv_store_for(buffer, pool["name"]),
                 unified_buffer=buffer,
                 sub_pool_name=pool["name"],
-                device="cpu",
+                device=device,
                 is_id_owner=owner,
                 virtual_num_pages=None if owner else pool["num_virtual_ids"],
                 page_size=pool["page_size"],
@@ -110,7 +114,7 @@ class Player:
             event = self.events[line["event"]] = TranscriptEvent()
             for name, ids in line["write_sets"].items():
                 self.allocators[name].set_latest_forward_done_event(event)
-                self.allocators[name].set_inflight_forward(event, None if ids is None else torch.tensor(ids))
+                self.allocators[name].set_inflight_forward(event, None if ids is None else self.ids(ids))
             return None
         if op == "forward_done":
             self.events[line["event"]].done = True
@@ -127,11 +131,16 @@ class Player:
         elif op == "alloc_extend":
             prefix, seq = torch.tensor(line["prefix_lens"]), torch.tensor(line["seq_lens"])
             result = target.alloc_extend(
-                prefix, prefix, seq, seq, torch.tensor(line["last_loc"]), line["extend_num_tokens"]
+                prefix.to(self.device),
+                prefix,
+                seq.to(self.device),
+                seq,
+                self.ids(line["last_loc"]),
+                line["extend_num_tokens"],
             )
         elif op == "alloc_decode":
             seq = torch.tensor(line["seq_lens"])
-            result = target.alloc_decode(seq, seq, torch.tensor(line["last_loc"]))
+            result = target.alloc_decode(seq.to(self.device), seq, self.ids(line["last_loc"]))
         elif op == "flush":
             if isinstance(target, FloatMultiEndedAllocator):
                 return target.flush_opportunistic()
@@ -142,10 +151,10 @@ class Player:
             return target.compact_holes(retreat_side=line["retreat_side"])
         else:
             arguments = {
-                "alloc_with_virtual": lambda: target.alloc_with_virtual(torch.tensor(line["pages"])),
-                "free": lambda: target.free(token_ids(line["ids"])),
+                "alloc_with_virtual": lambda: target.alloc_with_virtual(self.ids(line["pages"])),
+                "free": lambda: target.free(self.ids(line["ids"])),
                 "free_segment": lambda: target.free_segment(
-                    token_ids(line["ids"]), start_pos=line["start_pos"]
+                    self.ids(line["ids"]), start_pos=line["start_pos"]
                 ),
                 "free_group_begin": target.free_group_begin,
                 "free_group_end": target.free_group_end,
@@ -157,6 +166,10 @@ class Player:
         if isinstance(line["result"], dict):
             return {"count": result.numel(), "blake2b": digest(result)}
         return result.tolist()
+
+    def ids(self, ids: list[int] | dict[str, Any]) -> torch.Tensor:
+        """int64 ``[n]`` on the allocators' device."""
+        return torch.tensor(ids["ids"] if isinstance(ids, dict) else ids, dtype=torch.int64).to(self.device)
 
     def state(self, name: str, keys: Any) -> dict[str, Any]:
         made = self.allocators[name]
@@ -179,9 +192,5 @@ class Player:
         return {key: read[key]() for key in keys}
 
 
-def token_ids(ids: list[int] | dict[str, Any]) -> torch.Tensor:
-    return torch.tensor(ids["ids"] if isinstance(ids, dict) else ids, dtype=torch.int64)
-
-
 def digest(ids: torch.Tensor) -> str:
-    return hashlib.blake2b(ids.contiguous().numpy().tobytes(), digest_size=12).hexdigest()
+    return hashlib.blake2b(ids.contiguous().cpu().numpy().tobytes(), digest_size=12).hexdigest()
