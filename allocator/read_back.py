@@ -120,9 +120,9 @@ class ReadBack:
         return values
 
     def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
-        """An event behind the copies just queued."""
+        """An event behind the copies just queued: on the stream of their device, which need not be the current one."""
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(numbers[0].device))
         return event
 
     def _vacate(self, slot: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import traceback
@@ -24,7 +23,6 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY)]
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own talk, two lines a session
 
 import torch  # noqa: E402
 from gpu.bandwidth import check_bandwidth, kernel_names  # noqa: E402

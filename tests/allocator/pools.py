@@ -23,6 +23,7 @@ def two_ends(
     strategy: str = "batched",
     end_class: type[MultiEndedAllocator] = MultiEndedAllocator,
     assertions: str = "log",
+    device: str = "cpu",
     **spec: Any,
 ):
     """``full`` growing down and ``swa`` growing up in one buffer of ``total_bytes``; entries of 64 and 128 bytes."""
@@ -38,10 +39,10 @@ def two_ends(
         )
         for name, layers, direction in (("full", 1, "down"), ("swa", 2, "up"))
     ]
-    buffer = UnifiedKVPool(total_bytes=total_bytes, sub_pool_specs=specs, device="cpu", page_size=page_size)
+    buffer = UnifiedKVPool(total_bytes=total_bytes, sub_pool_specs=specs, device=device, page_size=page_size)
     made = {
         each.name: end_class(
-            kvcache=kv_store_for(buffer, each.name), unified_buffer=buffer, sub_pool_name=each.name, device="cpu", is_id_owner=True,
+            kvcache=kv_store_for(buffer, each.name), unified_buffer=buffer, sub_pool_name=each.name, device=device, is_id_owner=True,
             page_size=page_size, lazy_compaction=lazy, strategy=strategy, assertions=assertions,
         )
         for each in specs
