@@ -42,7 +42,12 @@ def register() -> None:
     torch._C._acc.register_python_privateuseone_device_guard(Guard())
     torch._C._acc.register_python_privateuseone_hook(Hooks())
     module = types.ModuleType(f"torch.{GPU}")
-    answers: dict[str, object] = {"device_count": 1, "current_device": 0, "is_available": True, "is_initialized": True}
+    answers: dict[str, object] = {
+        "device_count": 1,
+        "current_device": 0,
+        "is_available": True,
+        "is_initialized": True,
+    }
     for name, answer in answers.items():
         setattr(module, name, lambda answer=answer: answer)
     torch.utils.rename_privateuse1_backend(GPU)
@@ -171,11 +176,17 @@ def eager() -> None:
 
 def main() -> None:
     register()
-    scenarios: dict[str, Callable[[], None]] = {"fakes": fakes_refuse_what_cuda_would, "binding": binding, "eager": eager}
+    scenarios: dict[str, Callable[[], None]] = {
+        "fakes": fakes_refuse_what_cuda_would,
+        "binding": binding,
+        "eager": eager,
+    }
     for page_size in (1, 4):
         scenarios[f"growth, pages of {page_size}"] = lambda size=page_size: growth(size)
         for pool in (0, 1):
-            scenarios[f"flushes, pages of {page_size}, pool {pool}"] = lambda size=page_size, at=pool: flushes(size, at)
+            scenarios[f"flushes, pages of {page_size}, pool {pool}"] = lambda size=page_size, at=pool: (
+                flushes(size, at)
+            )
     for name, scenario in scenarios.items():
         with FakeTensorMode():
             scenario()
