@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import pkgutil
 import statistics
 from typing import Any
@@ -62,6 +63,13 @@ def path_of(kernels: list[OnDevice]) -> str:
     return "triton" if any(name in each.name for each in kernels for name in ours) else "torch"
 
 
+def fused_moves(kernels: list[OnDevice]) -> list[OnDevice]:
+    """Of the kernels of a flush, those of ours that move; all of ours if no name says which."""
+    names = kernel_names()
+    ours = [each for each in kernels if any(name in each.name for name in names)]
+    return [each for each in ours if "move" in each.name] or ours
+
+
 def check_bandwidth(results: Results, device: str, strategy: str) -> str:
     """Moved bytes from 1 MiB to 1 GiB; which path ran."""
     if torch.device(device).type != "cuda":
@@ -90,7 +98,7 @@ def _at(results: Results, device: str, strategy: str, megabytes: int, cycles: in
     cache = torch.empty(CACHE_BYTES, dtype=torch.uint8, device=device)
     source = torch.empty(megabytes * MIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    store, inside = rig.pool._kvcache, iter(range(1, 1 << 30))
+    store, inside = rig.pool._kvcache, itertools.count(1)
     original = store.move_physical_pages
 
     def in_range(*arguments: Any) -> None:
@@ -113,7 +121,7 @@ def _at(results: Results, device: str, strategy: str, megabytes: int, cycles: in
     moving, whole, copying, paths = [], [], [], set()
     store.move_physical_pages = in_range
     for _ in range(ROUNDS):
-        inside = iter(range(1, 1 << 30))
+        inside = itertools.count(1)
         profile = Profile()
         with profile:
             moved = flush()
@@ -127,12 +135,7 @@ def _at(results: Results, device: str, strategy: str, megabytes: int, cycles: in
         moved_inside = [
             kernel for number, found in profile.findings.items() if number > 1 for kernel in found.on_device
         ]
-        ours = kernel_names()
-        fused = [
-            kernel
-            for kernel in all_kernels
-            if "move" in kernel.name and any(name in kernel.name for name in ours)
-        ]
+        fused = fused_moves(all_kernels)
         paths.add(path_of(all_kernels))
         moving.append(sum(kernel.microseconds for kernel in moved_inside or fused))
         whole.append(sum(kernel.microseconds for kernel in all_kernels))

@@ -29,7 +29,7 @@ class Results:
     """Everything found so far.
 
     Attributes:
-        deadline: of the running part, by `time.monotonic`.
+        deadline: of the running part, by `time.monotonic`; ``granted`` seconds after the beginning.
         skipped: what there was no time for, by name.
     """
 
@@ -39,11 +39,12 @@ class Results:
     skipped: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     deadline: float = 0.0
+    granted: float = 0.0
 
     def begin_part(self, share: float) -> None:
         """A part begins; it may take its share of all the time, and what parts before it have left over."""
-        self._granted = min(self.seconds, getattr(self, "_granted", 0.0) + share * self.seconds)
-        self.deadline = self.began + self._granted
+        self.granted = min(self.seconds, self.granted + share * self.seconds)
+        self.deadline = self.began + self.granted
 
     def has_time(self, what: str, needed: float = 0.0) -> bool:
         """Whether the running part may go on for ``needed`` seconds; if not, ``what`` is noted as skipped."""
