@@ -133,6 +133,14 @@ def test_a_wrong_answer_is_found() -> None:
     assert "alloc answered [1, 2]" in done.stdout
 
 
+def test_what_runs_on_cuda_alone_runs_with_a_stand_in() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("cuda_stand_in.py"))], capture_output=True, text=True, timeout=200, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ran ")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_cuda_it_says_so() -> None:
     done = subprocess.run(
