@@ -25,11 +25,11 @@ MAIN = "import sys; from replayer.main import main; sys.exit(main())"
 SHOWN_MOVES = (0, 1, 2, 3, 13, 64, 177, 1024, 2737, 16384)
 
 
-def measure(environment: Path, picture: Path | None) -> dict[str, Any]:
+def measure(environment: Path, picture: Path | None, *more: str) -> dict[str, Any]:
     """One run of `kvtape bench flush` of this checkout in an environment."""
     plot = [] if picture is None else ["--plot", str(picture)]
     done = subprocess.run(
-        [str(environment / "bin" / "python"), "-W", "ignore", "-c", MAIN, "bench", "flush", "--json", *plot],
+        [str(environment / "bin" / "python"), "-W", "ignore", "-c", MAIN, "bench", "flush", "--json", *plot, *more],
         cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
         check=False,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def page(found: dict[str, Any], older: dict[str, Any] | None) -> str:
     machine = found["machine"]
     before, after = machine["load_before_and_after"]
     lines = [
-        f"{machine['processor']}, {machine['processors']} processors, one thread, load {before} before and {after} after; Python "
+        f"{machine['processor']}, {machine['processors']} processors, load {before} before and {after} after; Python "
         f"{machine['python']}, torch {machine['torch']}, SGLang {machine['sglang']}; {found['rounds']} rounds.",
         "",
         *wanted(found),
@@ -94,7 +94,7 @@ def page(found: dict[str, Any], older: dict[str, Any] | None) -> str:
         before, after = older["machine"]["load_before_and_after"]
         lines += [
             "",
-            f"The same in an environment with SGLang {older['machine']['sglang']}, load {before} before and {after} after "
+            f"The same in an environment with SGLang {older['machine']['sglang']}, {older['rounds']} rounds, load {before} before and {after} after "
             f"(`docs/bench-flush-{older['machine']['sglang']}.json`), pages of one token, urgent:",
             "",
             *table(older, "moves", "urgent"),
@@ -120,7 +120,9 @@ def main() -> None:
         )
         oldest.unlink(missing_ok=True)
         if arguments.older_environment is not None:
-            oldest.write_text(json.dumps(measure(arguments.older_environment, None), indent=1) + "\n")
+            oldest.write_text(
+                json.dumps(measure(arguments.older_environment, None, "--rounds", "3"), indent=1) + "\n"
+            )
     older = json.loads(oldest.read_text()) if oldest.exists() else None
     text = PAGE.read_text()
     head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]

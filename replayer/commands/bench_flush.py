@@ -149,7 +149,7 @@ def _processor() -> str:
 def _caption(machine: dict[str, Any], rounds: int, reference: str) -> str:
     return (
         f"kvtape bench flush: medians of {rounds} rounds, bands from least to greatest; ratios within a round, to {reference}; "
-        f"one thread of a CPU, no bytes moved; torch {machine['torch']}"
+        f"processor time of one thread, no bytes moved; torch {machine['torch']}"
     )
 
 
@@ -194,7 +194,7 @@ def _draw_tables(
     sglang = f"SGLang {machine['sglang']}" if machine["sglang"] else "no SGLang"
     console.print(
         f"Medians over {plan.rounds} rounds, after one to warm up; candidates take turns flush by flush, ratios are within a round. "
-        f"One thread of {machine['processor']}, no bytes moved; Python {machine['python']}, torch {machine['torch']}, {sglang}; "
+        f"Processor time of one thread of {machine['processor']}, no bytes moved; Python {machine['python']}, torch {machine['torch']}, {sglang}; "
         f"load {machine['load_before_and_after'][0]} before, {machine['load_before_and_after'][1]} after.",
         highlight=False,
     )

@@ -95,6 +95,15 @@ def test_the_first_round_does_not_count() -> None:
     assert [len(times) for times in findings.nanoseconds[plan.groups[0][0]].values()] == [3]
 
 
+def test_what_the_clock_costs_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("replayer.bench_flush.thread_time_ns", lambda: next(clock))
+    plan = Plan([[Point("moves", "urgent", 2, 512)]], rounds=1, repeats=lambda count: 1)
+    findings = measure([kvtape_candidate("kvtape", "device")], plan)
+    # By this clock a reading takes 1000 ns and a flush nothing.
+    assert findings.time(plan.groups[0][0], "kvtape device").median == 1.0
+
+
 def test_plans_ask_all_questions() -> None:
     for plan in (full_plan(moves=(0, 16384)), quick_plan(moves=(0, 2))):
         points = [point for group in plan.groups for point in group]
@@ -208,7 +217,7 @@ def test_tables_say_what_was_not_measured(capsys: pytest.CaptureFixture[str]) ->
     assert main([*TINY, "--strategy", "batched,device"]) == 0
     printed = capsys.readouterr().out
     assert "flush time over that of kvtape batched" in printed
-    assert "One thread" in printed
+    assert "one thread" in printed
     assert "SGLang 0.5.17: not installed" in printed
     assert "tools/build_sglang_env.sh" in printed
     assert "not measured: device over SGLang 0.5.23, urgent, 3 to 64 moves" in printed
