@@ -94,8 +94,8 @@ def page(found: dict[str, Any], older: dict[str, Any] | None) -> str:
         before, after = older["machine"]["load_before_and_after"]
         lines += [
             "",
-            f"The same in an environment with SGLang {older['machine']['sglang']}, {older['rounds']} rounds, load {before} before and {after} after "
-            f"(`docs/bench-flush-{older['machine']['sglang']}.json`), pages of one token, urgent:",
+            f"The same in an environment with SGLang {older['machine']['sglang']}, {older['rounds']} rounds, load {before} before and "
+            f"{after} after (`docs/bench-flush-{older['machine']['sglang']}.json`), pages of one token, urgent:",
             "",
             *table(older, "moves", "urgent"),
         ]

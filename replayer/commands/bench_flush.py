@@ -194,8 +194,8 @@ def _draw_tables(
     sglang = f"SGLang {machine['sglang']}" if machine["sglang"] else "no SGLang"
     console.print(
         f"Medians over {plan.rounds} rounds, after one to warm up; candidates take turns flush by flush, ratios are within a round. "
-        f"Processor time of one thread of {machine['processor']}, no bytes moved; Python {machine['python']}, torch {machine['torch']}, {sglang}; "
-        f"load {machine['load_before_and_after'][0]} before, {machine['load_before_and_after'][1]} after.",
+        f"Processor time of one thread of {machine['processor']}, no bytes moved; Python {machine['python']}, torch {machine['torch']}, "
+        f"{sglang}; load {machine['load_before_and_after'][0]} before, {machine['load_before_and_after'][1]} after.",
         highlight=False,
     )
     for version in not_installed(machine["sglang"]):
