@@ -19,6 +19,7 @@ from replayer.plugin import VARIABLE
 from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
 from replayer.targets_sglang import remove_cpu_stand_ins, sglang_version
+from tests.recorder.recordings import events_of
 
 REPOSITORY = Path(__file__).parents[2]
 PLUGINS = {point.name for point in entry_points(group="sglang.srt.plugins")}
@@ -123,6 +124,19 @@ def test_the_recordings_say_whose_allocator_it_was(runs: dict[str, Run]) -> None
             "engine",
         )
     assert headers["ours"].pools == headers["theirs"].pools
+
+
+def test_the_engine_asked_for_the_same_and_was_given_the_same(runs: dict[str, Run]) -> None:
+    """Every allocation and every free of each sub-pool, with the ids. Which of two sub-pools hears of an eviction first varies from run to
+    run, whatever the allocator, and flushes while nothing runs depend on the clock."""
+    asked = {
+        name: [event for event in events_of(run.trace) if event[0].startswith(("ALLOC", "FREE"))]
+        for name, run in runs.items()
+    }
+    for pool in (0, 1):
+        ours, theirs = ([event for event in asked[name] if event[1] == pool] for name in ("ours", "theirs"))
+        assert ours == theirs
+        assert len(ours) > 50
 
 
 def moved(outcome: Outcome) -> int:
