@@ -7,6 +7,7 @@ are lower bounds. Whatever must be exact (a watermark that is asked for, a reque
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import cast
 
 import torch
@@ -244,6 +245,8 @@ class DeferringBand(DeviceReleasingBand):
         count = physical_pages.shape[0]
         self._registers.append(physical_pages, count, self._numbers, self.num_pages)
         self._note(Released(count))
+        if not self.lazy_compaction:
+            self._compact_uncounted()
 
     def free(self, free_index: torch.Tensor | None, *, _pages: torch.Tensor | None = None) -> None:
         if (
@@ -262,14 +265,25 @@ class DeferringBand(DeviceReleasingBand):
             super().free_group_end()
             return
         tokens, representatives = self._close_group()
+        if tokens and representatives and not self.lazy_compaction:
+            # One release, as the others make it: two would fill their places in two steps. The tokens' pages are waited for.
+            pages, _ = self._pages_of(torch.cat(tokens))
+            self._free_pages(
+                torch.cat([pages, torch.cat(representatives) // self.page_size]), may_repeat=True
+            )
+            return
         if tokens:
             self._free_late(torch.cat(tokens))
         if representatives:
             self._free_pages(torch.cat(representatives) // self.page_size, may_repeat=True)
 
     def _frees_late(self) -> bool:
-        """Whether a free of tokens leaves the number of pages open for a while."""
-        return self.page_size > 1 and self.lazy_compaction and not self._read_back.immediate
+        """Whether a free of tokens leaves the number of pages open for a while: where they have to be deduplicated."""
+        return not self._read_back.immediate and not (self.page_size == 1 and self._frees_in_order_given())
+
+    @abstractmethod
+    def _compact_uncounted(self) -> None:
+        """Eager mode: fill the places that the registers hold as holes, whose number only the device knows."""
 
     def _free_late(self, token_ids: torch.Tensor) -> None:
         """Free the pages of these tokens, each once. How many that is stays unknown to the host until the ticket has come."""
@@ -278,6 +292,8 @@ class DeferringBand(DeviceReleasingBand):
         if named == 1:
             self._free_pages(pages, may_repeat=False)
             return
+        if not self.lazy_compaction:
+            self._require_open_gate()
         ascending = torch.sort(pages)[0]
         changes = torch.cumsum(ascending[1:] != ascending[:-1], 0)
         count = changes[-1] + 1
@@ -291,6 +307,8 @@ class DeferringBand(DeviceReleasingBand):
             # More pages than there are ids were named, so the last of them is none.
             last = ascending[-1:]
             self._errors.note(Fault.NOT_LIVE, self._tables.physical_of(last) <= 0, last, last)
+        if not self.lazy_compaction:
+            self._order_after_readers()
         self._tables.unbind(virtual_pages, physical_pages)
         ticket = self._read_back.post(count)
         self._version += 1
@@ -299,6 +317,8 @@ class DeferringBand(DeviceReleasingBand):
             cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, 1)
         self._registers.append(physical_pages, count, self._numbers, self.num_pages)
         self._note(Released(1, ticket))
+        if not self.lazy_compaction:
+            self._compact_uncounted()
 
     def _take_back_pending(self, *, wait: bool) -> None:
         if not self._pending:

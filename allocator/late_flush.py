@@ -81,13 +81,7 @@ class LateFlush(DeferringBand):
         )
         ticket = self._order_after_forward(plan.moves)
         self._carry_out(plan)
-        registers.mark = mark - count if grows_up else mark + count
-        registers.holes, registers.count, registers.ascending = (
-            registers.holes[:0],
-            torch.zeros_like(count),
-            True,
-        )
-        self._note(Packed())
+        self._vacate_registers(mark - count if grows_up else mark + count)
         return self._later(ticket, 0)
 
     def _window(self, mark: int | torch.Tensor, size: int, extent: torch.Tensor | None = None) -> Window:
@@ -216,6 +210,32 @@ class LateFlush(DeferringBand):
         row = self._numbers[:count]
         outside = freed if grows_up else freed[(row + (count - sources.count)).clamp(max=count - 1)]
         self._flush_ops.move(sources.count, sources.places(self._numbers_from_one(count)) + low, outside)
+
+    def _compact_uncounted(self) -> None:
+        registers, numbers = self._registers, self._numbers
+        grows_up = self.grow_direction == "up"
+        window = min(registers.holes.shape[0], self._allocated_pages())
+        count, mark = registers.count, registers.mark
+        ascending = registers.sorted(numbers, padding=FAR if grows_up else -1)
+        rows = min(self._live_pages_lazy, window)
+        plan = self._flush_ops.plan(self._window(mark, window, count), ascending, rows)
+        self._flush_ops.note(plan)
+        if rows:
+            # Nearest the watermark first is the order of a flush; here pages keep theirs, so the places get the sources from the other end.
+            other_end = (plan.moves - 1 - numbers[:rows]).clamp(0, rows - 1)
+            self._flush_ops.move(plan.moves, plan.src_pages[other_end], plan.dst_pages)
+        self._vacate_registers(mark - count if grows_up else mark + count)
+
+    def _vacate_registers(self, mark: torch.Tensor) -> None:
+        """The band is packed up to ``mark``."""
+        registers = self._registers
+        registers.mark = mark
+        registers.holes, registers.count, registers.ascending = (
+            registers.holes[:0],
+            torch.zeros_like(registers.count),
+            True,
+        )
+        self._note(Packed())
 
     @staticmethod
     def _later(ticket: Ticket, index: int) -> int:

@@ -95,8 +95,9 @@ def test_a_fault_changes_no_table_and_raises_within_a_few_calls(
     assert full.alloc(4) is not None
 
 
-def test_more_pages_than_there_are() -> None:
-    late = filled(SlowEnd)
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+def test_more_pages_than_there_are(lazy: bool) -> None:
+    late = filled(SlowEnd, lazy=lazy)
     before = tables(late)
     late.free(torch.arange(-4, 4000))
     assert tables(late) == before
@@ -104,8 +105,26 @@ def test_more_pages_than_there_are() -> None:
         for _ in range(BOUND):
             late.alloc(4)
     assert raised.value.ids == [-1]
-    with pytest.raises(NotAllocatedError, match="names 1001 pages"):
-        filled(SlowEnd, lazy=False).free(torch.arange(-4, 4000))
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_free_of_tokens_asks_the_device_nothing(page_size: int, lazy: bool) -> None:
+    made = {}
+    pages = [torch.tensor([first + 1, first, first + 2]) for first in (8, 2)]
+    freed = [(each[:, None] * page_size + torch.arange(min(2, page_size))).reshape(-1) for each in pages]
+    for kind in (NeverEnd, MultiEndedAllocator):
+        full, _ = two_ends(strategy="device", lazy=lazy, end_class=kind, page_size=page_size)
+        full.alloc(16 * page_size)
+        with SyncLedger("cpu") as ledger:
+            ledger.host(*full.pinned_host_tensors, pinned=True)  # type: ignore[attr-defined]
+            for tokens in freed:
+                with ledger.call("free", audit=True) as found:
+                    full.free(tokens)
+                assert found.total == 0
+        assert ledger.disagreements == []
+        made[kind] = (full.watermark_physical, *tables(full))
+    assert made[NeverEnd] == made[MultiEndedAllocator]
 
 
 def test_the_first_fault_is_the_one_that_is_named() -> None:
