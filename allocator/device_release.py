@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 
 import torch
 
 from allocator.band import Band
+from allocator.error_log import Fault
 from allocator.late_checks import LateChecks
 
 
@@ -87,6 +89,76 @@ class DeviceReleasingBand(LateChecks):
         return super()._make_sure_of(num_pages)
 
     # -- free
+
+    def free(self, free_index: torch.Tensor | None, *, _pages: torch.Tensor | None = None) -> None:
+        if (
+            self._frees_late()
+            and _pages is None
+            and self.free_group is None
+            and free_index is not None
+            and free_index.numel() > 0
+        ):
+            self._free_late(free_index)
+        else:
+            super().free(free_index, _pages=_pages)
+
+    def free_group_end(self) -> None:
+        if not self._frees_late():
+            super().free_group_end()
+            return
+        tokens, representatives = self._close_group()
+        if tokens and representatives and self._compacts_at_every_free:
+            # One release, as the others make it: two would fill their places in two steps. The tokens' pages are waited for.
+            pages, _ = self._pages_of(torch.cat(tokens))
+            self._free_pages(
+                torch.cat([pages, torch.cat(representatives) // self.page_size]), may_repeat=True
+            )
+            return
+        if tokens:
+            self._free_late(torch.cat(tokens))
+        if representatives:
+            self._free_pages(torch.cat(representatives) // self.page_size, may_repeat=True)
+
+    @property
+    def _compacts_at_every_free(self) -> bool:
+        return not self.lazy_compaction
+
+    def _frees_late(self) -> bool:
+        """Whether a free of tokens leaves the number of pages open for a while: where they have to be deduplicated."""
+        return not self._read_back.immediate and not (self.page_size == 1 and self._frees_in_order_given())
+
+    def _free_late(self, token_ids: torch.Tensor) -> None:
+        """Free the pages of these tokens, each once. How many that is stays unknown to the host until a ticket has come."""
+        pages = self._pages_named(token_ids)
+        named = pages.shape[0]
+        if named == 1:
+            self._free_pages(pages, may_repeat=False)
+            return
+        if not self.lazy_compaction:
+            self._require_open_gate()
+        ascending = torch.sort(pages)[0]
+        changes = torch.cumsum(ascending[1:] != ascending[:-1], 0)
+        count = changes[-1] + 1
+        rows = min(named, self.num_virtual_ids)
+        at = torch.searchsorted(changes, self._numbers_from_one(rows - 1)).clamp(max=named - 2)
+        distinct = torch.cat([ascending[:1], ascending[1:].index_select(0, at)])
+        # Rows past the last page repeat the first one: it is as good or bad as it is.
+        virtual_pages = torch.where(self._numbers[:rows] < count, distinct, ascending[:1])
+        physical_pages = self._require_live(virtual_pages, may_repeat=False)
+        if rows < named:
+            # More pages than there are ids were named, so the last of them is none.
+            last = ascending[-1:]
+            self._errors.note(Fault.NOT_LIVE, self._tables.physical_of(last) <= 0, last, last)
+        if not self.lazy_compaction:
+            self._order_after_readers()
+        self._tables.unbind(virtual_pages, physical_pages)
+        self._release_late(virtual_pages, physical_pages, count)
+
+    @abstractmethod
+    def _release_late(
+        self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor, count: torch.Tensor
+    ) -> None:
+        """The first ``count`` (int64 ``[]``, at least 1) of these unbound pages are free from now on; the other rows repeat the first."""
 
     def _pages_of(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
         ids = self._pages_named(token_ids)

@@ -19,6 +19,7 @@ from allocator import (
     UnifiedKVPool,
     kv_store_for,
 )
+from allocator.device_release import DeviceReleasingBand
 from tests.allocator.delayed import NeverEnd, NeverFloat, SlowEnd, SlowFloat
 from tests.allocator.pools import whole_state
 
@@ -86,7 +87,8 @@ class Side:
 
     def settle(self) -> None:
         for pool in self.pools.values():
-            pool.watermark_physical  # noqa: B018  asking for it waits for the device
+            assert isinstance(pool, DeviceReleasingBand)
+            pool._settle()  # waits for the device
 
     def stamp(self, pool: str, tokens: torch.Tensor) -> None:
         self.rows[pool][self.pools[pool].translate_kv_loc(tokens)] = tokens.to(torch.float32)[:, None, None]

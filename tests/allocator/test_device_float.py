@@ -1,0 +1,110 @@
+"""A float of the strategy `device` whose numbers come late: frees and flushes queue up behind them, and none waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replayer.ledger import SyncLedger
+from tests.allocator.test_device_lockstep import Side
+
+pytestmark = pytest.mark.cpu
+
+PAGE = 4
+
+
+def chain(kind: str) -> Side:
+    """A float of 10 pages between two ends, numbers all there."""
+    side = Side(kind, "a float between", PAGE, lazy=True, cap=8)
+    for name, pages in (("full", 2), ("swa", 10), ("other", 2)):
+        assert side.pools[name].alloc(pages * PAGE) is not None
+    return side
+
+
+def state(side: Side) -> dict[str, object]:
+    made = side.pools["swa"]
+    return {
+        "span": (made.low_wm_page, made.high_wm_page),
+        "holes": made._free_phys_pages.tolist(),
+        "ids": made.free_virtual_ids.tolist(),
+        "v2p": made.virtual_to_physical.tolist(),
+        "p2v": made.physical_to_virtual.tolist(),
+        "sizes": [pool.available_size() for pool in side.pools.values()],
+    }
+
+
+def pages_of(side: Side, *pages: int) -> torch.Tensor:
+    """Two tokens of each virtual page, in no order."""
+    tokens = torch.tensor(pages)[:, None] * PAGE + torch.tensor([1, 0])
+    return tokens.reshape(-1)
+
+
+def test_frees_and_flushes_wait_for_nothing() -> None:
+    late, other = chain("never"), chain("batched")
+    first = int(other.pools["swa"].min_page_index)
+    freed = [pages_of(late, *(first + page for page in each)) for each in ((1, 0, 5), (9, 8), (3, 4), (2,))]
+    made = late.pools["swa"]
+    moved = []
+    with SyncLedger("cpu") as ledger:
+        ledger.host(*made.pinned_host_tensors, pinned=True)
+        for number, tokens in enumerate(freed):
+            with ledger.call("free", audit=True) as found:
+                made.free(tokens)
+            assert found.total == 0
+            with ledger.call("flush", audit=True) as found:
+                moved.append(made.flush_opportunistic() if number % 2 else made.flush_for_allocation())
+            assert found.total == 0
+    assert ledger.disagreements == []
+    assert made.blocking_reads == 0
+    answers = []
+    for number, tokens in enumerate(freed):
+        other.pools["swa"].free(tokens)
+        flushed = other.pools["swa"]
+        answers.append(flushed.flush_opportunistic() if number % 2 else flushed.flush_for_allocation())
+    assert [int(each) for each in moved] == answers
+    assert sum(answers) > 0, "a float that gives nothing back proves nothing"
+    assert state(late) == state(other)
+    assert made.blocking_reads > 0
+
+
+def test_what_needs_the_span_as_it_is_waits() -> None:
+    late, other = chain("never"), chain("batched")
+    first = int(other.pools["swa"].min_page_index)
+    for side in (late, other):
+        made = side.pools["swa"]
+        made.free(pages_of(side, first, first + 1, first + 4))
+        made.flush_opportunistic()
+        made.free_segment(torch.arange(PAGE) + (first + 9) * PAGE, start_pos=0)
+        made.flush_opportunistic()
+    taken = [side.pools["swa"].alloc(3 * PAGE).tolist() for side in (late, other)]
+    assert taken[0] == taken[1]
+    assert state(late) == state(other)
+
+
+def test_neighbours_see_the_span_as_wide_as_it_was() -> None:
+    late, other = chain("never"), chain("batched")
+    first = int(other.pools["swa"].min_page_index)
+    before = late.pools["full"].available_size()
+    for side in (late, other):
+        side.pools["swa"].free(pages_of(side, *range(first, first + 3), *range(first + 7, first + 10)))
+        side.pools["swa"].flush_opportunistic()
+    assert late.pools["full"].available_size() == before  # a lower bound of what is there
+    wanted = other.pools["full"].available_size()
+    assert wanted > before
+    # Asked for all of it, the pool waits for the float's numbers in place of refusing.
+    assert late.pools["full"].alloc(wanted) is not None
+    assert other.pools["full"].alloc(wanted) is not None
+    assert state(late) == state(other)
+
+
+def test_a_pool_that_is_cleared_forgets_what_was_under_way() -> None:
+    late = chain("never")
+    made = late.pools["swa"]
+    first = int(made.min_page_index)
+    made.free(pages_of(late, first, first + 1))
+    answer = made.flush_opportunistic()
+    made.clear()
+    assert int(answer) == 0
+    fresh = Side("never", "a float between", PAGE, lazy=True, cap=8).pools["swa"]
+    assert made.free_virtual_ids.tolist() == fresh.free_virtual_ids.tolist()
+    assert made.alloc(PAGE).tolist() == fresh.alloc(PAGE).tolist()
