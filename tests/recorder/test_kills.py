@@ -40,7 +40,10 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
             victims.stdin.write(f"{folder}\n")
             victims.stdin.flush()
             pid = int(victims.stdout.readline())
-            time.sleep(moments.uniform(0.0, 0.25))
+            if number == 0:
+                seconds = seconds_to_write(folder / "run.msgpack.zst.partial")
+            else:
+                time.sleep(moments.uniform(0.0, 1.2 * seconds))
             os.kill(pid, signal.SIGKILL)
             assert victims.stdout.readline() == "gone\n"
             kept.append(check(folder, expected, replayed))
@@ -49,6 +52,19 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
     assert len(set(kept)) > 40
     assert min(kept) < 200
     assert max(kept) > EVENTS // 2
+
+
+def seconds_to_write(partial: Path) -> float:
+    """How long a victim takes here and now for all of its events: until its file has not grown for half a second."""
+    start = grown = time.monotonic()
+    size = -1
+    while time.monotonic() - grown < 0.5:
+        found = partial.stat().st_size if partial.exists() else -1
+        if found != size or found <= 0:
+            size, grown = found, time.monotonic()
+        assert grown - start < 60.0
+        time.sleep(0.002)
+    return grown - start
 
 
 def check(folder: Path, expected: list[tuple[object, ...]], replayed: set[int]) -> int:
