@@ -76,6 +76,12 @@ class DeferringBand(DeviceReleasingBand):
             return self.min_page_index, self._mark
         return self._mark + 1, self.num_pages
 
+    def _band_on_device(self) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+        if self._journal is None:
+            return self._band_pages()
+        mark = self._registers.mark
+        return (self.min_page_index, mark) if self.grow_direction == "up" else (mark + 1, self.num_pages)
+
     # -- what else must be exact when it is asked for
 
     @property
@@ -167,7 +173,7 @@ class DeferringBand(DeviceReleasingBand):
             self._journal.wait()
             self._poll()
             # What was written to the log before these numbers has come with them.
-            self._errors.look(self.sub_pool_name)
+            self._errors.look()
 
     def _show_bounds(self, bounds: Numbers) -> None:
         self._mark = self._mark_of(bounds.band)
@@ -203,6 +209,13 @@ class DeferringBand(DeviceReleasingBand):
 
     # -- calls while unsettled
 
+    def flush_opportunistic(self) -> int:
+        self._poll()
+        # Holes and pending pages that are only bounds do not say that there is nothing to pack.
+        if self._journal is not None and self.lazy_compaction:
+            return self._flush(urgent=False)
+        return super().flush_opportunistic()
+
     def _make_sure_of(self, num_pages: int) -> bool:
         if self._ids_are_late() and self._ids is not None and num_pages > len(self._ids):
             self._settle()
@@ -227,38 +240,44 @@ class DeferringBand(DeviceReleasingBand):
             self._settle_chain()
         if self._read_back.immediate:
             return super().take_physical_pages(num_pages)
-        if self._journal is None:
-            taken = super().take_physical_pages(num_pages)
-        else:
-            self._note(Took(num_pages))
-            taken = self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
+        with self._blaming_faults():
+            if self._journal is None:
+                taken = super().take_physical_pages(num_pages)
+            else:
+                self._note(Took(num_pages))
+                taken = self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
         # Of a pool that was frozen by a fault the host may have a wrong idea: hand out the padding page, not somebody's.
         return taken if taken is None or not self._errors.freezes else torch.where(self._errors.ok, taken, 0)
 
     def _release_physical(self, physical_pages: torch.Tensor) -> None:
         self._version += 1
-        self._poll()
-        if self._journal is None:
+        if self._read_back.immediate:
             super()._release_physical(physical_pages)
             return
-        count = physical_pages.shape[0]
-        self._registers.append(physical_pages, count, self._numbers, self.num_pages)
-        self._note(Released(count))
-        if not self.lazy_compaction:
-            self._compact_uncounted()
+        with self._blaming_faults():
+            self._poll()
+            if self._journal is None:
+                super()._release_physical(physical_pages)
+                return
+            count = physical_pages.shape[0]
+            self._registers.append(physical_pages, count, self._numbers, self.num_pages)
+            self._note(Released(count))
+            if not self.lazy_compaction:
+                self._compact_uncounted()
 
     def _release_late(
         self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor, count: torch.Tensor
     ) -> None:
         ticket = self._read_back.post(count)
         self._version += 1
-        self._unsettle()
-        if self._ids is not None:
-            cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, 1)
-        self._registers.append(physical_pages, count, self._numbers, self.num_pages)
-        self._note(Released(1, ticket))
-        if not self.lazy_compaction:
-            self._compact_uncounted()
+        with self._blaming_faults():
+            self._unsettle()
+            if self._ids is not None:
+                cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, 1)
+            self._registers.append(physical_pages, count, self._numbers, self.num_pages)
+            self._note(Released(1, ticket))
+            if not self.lazy_compaction:
+                self._compact_uncounted()
 
     @abstractmethod
     def _compact_uncounted(self) -> None:

@@ -33,7 +33,8 @@ class DeviceMultiEndedAllocator(LateFlush):
         self._forward.settle_transfers()
         self._take_back_pending(wait=urgent)
         if not self._read_back.immediate:
-            return self._pack_late() if urgent else self._pack_in_part_late()
+            with self._blaming_faults():
+                return self._pack_late() if urgent else self._pack_in_part_late()
         if not len(self.holes):
             return 0
         return self._pack() if urgent else self._pack_in_part()
@@ -213,10 +214,11 @@ class DeviceMultiEndedAllocator(LateFlush):
         return self._tables.physical_of(self._pages_named(tokens))
 
     def _nearest_of(self, pages: torch.Tensor) -> torch.Tensor:
-        """The page nearest the watermark, or one beyond the band's other end if all are -1; int64 ``[]``."""
+        """The page nearest the watermark, or one beyond the band's other end if none is in the band; int64 ``[]``."""
         if self.grow_direction == "up":
             return pages.amax()
-        return torch.where(pages < 0, self.num_pages, pages).amin()
+        # Padding tokens are on page 0, and tokens freed since on -1.
+        return torch.where(pages <= self._mark, self.num_pages, pages).amin()
 
     def _vacate_pages(self, src_pages: torch.Tensor) -> bool:
         """Sources of a move: holes at once, or held back, which is told, while a forward may still read them."""

@@ -42,7 +42,7 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
     def _settle(self) -> None:
         if self._deferred and not self._is_working:
             self._work(wait=True)
-            self._errors.look(self.sub_pool_name)
+            self._errors.look()
 
     def _work(self, *, wait: bool) -> None:
         if self._is_working:
@@ -140,7 +140,11 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
 
     def take_physical_pages(self, num_pages: int) -> torch.Tensor | None:
         self._settle()
-        return super().take_physical_pages(num_pages)
+        taken = super().take_physical_pages(num_pages)
+        if taken is None or self._read_back.immediate or not self._errors.freezes:
+            return taken
+        # Of a buffer that was frozen by a fault the host may have a wrong idea: hand out the padding page, not somebody's.
+        return torch.where(self._errors.ok, taken, 0)
 
     def _extend_span(self, num_pages: int) -> int | None:
         # Where a float grows depends on exactly where its neighbours end.
@@ -149,11 +153,18 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
 
     def make_room(self, *, side: Side, min_bytes: int) -> int:
         self._settle_chain()
+        self._require_no_fault()
         return super().make_room(side=side, min_bytes=min_bytes)
 
     def compact_holes(self, *, retreat_side: Side) -> int:
         self._settle()
+        self._require_no_fault()
         return super().compact_holes(retreat_side=retreat_side)
+
+    def _require_no_fault(self) -> None:
+        """What plans on the host, from what it reads, moves nothing of a frozen buffer; it waits for the device in any case."""
+        if not self._read_back.immediate:
+            self._errors.look(wait=True)
 
     def open_side_for(self, demand: Mapping[Band, int]) -> None:
         self._settle_chain()

@@ -118,7 +118,7 @@ class MultiEndedAllocator(ReleasingBand):
         tokens = self._forward.unfinished_write_set()
         if tokens is None:
             return set()
-        virtual_pages = torch.div(tokens, self.page_size, rounding_mode="floor")
+        virtual_pages = torch.div(tokens.to(torch.int64), self.page_size, rounding_mode="floor")
         pages = self._tables.physical_of(virtual_pages)  # -1 for tokens freed since: no page is numbered so
         return set(pages.tolist())
 

@@ -3,12 +3,14 @@
 A device assertion (``torch._assert_async``) surfaces somewhere later and takes the CUDA context with it. Here the first bad row of a call
 goes into four numbers on the device, and from then on the pool is *frozen*: its tables are no longer written and nothing moves, so that
 no live page is overwritten by calls made before the host knows. The log comes back through page-locked memory and is looked at, without
-waiting, at every later call; what it holds becomes a typed error. The pool is of no use after that until `clear`.
+waiting, at every later call; what it holds becomes a typed error. The pools are of no use after that until each was cleared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import Final
 
 import torch
 
@@ -21,6 +23,9 @@ from allocator.errors import (
     require,
 )
 from allocator.read_back import ReadBack, Ticket
+
+FAULTS: Final = 256
+"""More than there are kinds of faults."""
 
 
 class Fault(IntEnum):
@@ -53,22 +58,39 @@ _ERRORS: dict[Fault, tuple[type[AllocatorError], str]] = {
 
 
 class ErrorLog:
-    """The log of one pool.
+    """The log of one pool, and of the others of its buffer: a fault freezes them all.
+
+    The host learns of a fault late. Until then its idea of where the pool ends may be wrong, so that a neighbour would be handed pages that
+    are in use here.
+
+    Args:
+        device: where it is written.
+        read_back: brings it to the host.
+        pool: the pool's name.
+        siblings: the logs of all pools of the buffer, this one among them, always in the same order.
 
     Attributes:
         calls: checked calls so far; errors name a call by this number.
-        ok: whether nothing went wrong yet, bool ``[]`` on the device.
+        ok: whether nothing went wrong yet in the buffer, bool ``[]`` on the device.
         freezes: whether a fault stops all writing.
     """
 
     freezes = True
 
-    def __init__(self, device: str | torch.device, read_back: ReadBack) -> None:
+    def __init__(
+        self,
+        device: str | torch.device,
+        read_back: ReadBack,
+        pool: str = "",
+        siblings: Callable[[], Sequence[ErrorLog]] | None = None,
+    ) -> None:
         self._device, self._read_back = device, read_back
+        self.pool = pool
+        self._siblings: Callable[[], Sequence[ErrorLog]] = siblings or (lambda: [self])
         self.calls = 0
-        self.clear()
+        self._begin()
 
-    def clear(self) -> None:
+    def _begin(self) -> None:
         # Fault, call, physical page, virtual page; replaced and never written in place, as a read-back of the last one may be under way.
         self._log = torch.zeros(4, dtype=torch.int64, device=self._device)
         self.ok = torch.ones((), dtype=torch.bool, device=self._device)
@@ -76,25 +98,46 @@ class ErrorLog:
         self._is_news = False
         self._found: list[int] | None = None
 
+    def clear(self) -> None:
+        """Forget what went wrong. Pools of a frozen buffer stay frozen until all of them have been cleared."""
+        self._begin()
+        logs = self._siblings()
+        ok = self.ok
+        for log in logs:
+            if log is not self:
+                ok = ok & (log._log[0] == 0)
+                log._is_news = True  # what this log was about to tell
+                log._send()
+        for log in logs:
+            log.ok = ok
+
+    def code(self, fault: Fault) -> int:
+        """The number that stands for a fault of this pool."""
+        logs = self._siblings()
+        return int(fault) + FAULTS * next(number for number, log in enumerate(logs) if log is self)
+
     def note(self, fault: Fault, bad: torch.Tensor, physical: torch.Tensor, virtual: torch.Tensor) -> None:
-        """Write down the first of ``bad`` rows (bool ``[n]``), if there is one and nothing was written before."""
+        """Write down the first of ``bad`` rows (bool ``[n]``, n > 0), if there is one and nothing was written before."""
         first = torch.argmax(bad.to(torch.int8), 0, keepdim=True)
-        happened = torch.full((2,), int(fault), dtype=torch.int64, device=self._device)
+        happened = torch.full((2,), self.code(fault), dtype=torch.int64, device=self._device)
         happened[1:].fill_(self.calls)
         entry = torch.cat([happened, physical.index_select(0, first), virtual.index_select(0, first)])
-        self._log = torch.where(self.ok & bad.any(), entry, self._log)
-        self.ok = self._log[0] == 0
-        self._is_news = True
-        self._send()
+        self._write(self.ok & bad.any(), entry)
 
     @property
     def log(self) -> torch.Tensor:
-        """Fault, call, physical page, virtual page: int64 ``[4]`` on the device, never written in place."""
+        """`code` of a fault, call, physical page, virtual page: int64 ``[4]`` on the device, never written in place."""
         return self._log
 
     def adopt(self, log: torch.Tensor, ok: torch.Tensor) -> None:
         """Go on with what a kernel made of `log` and `ok` (bool ``[]``) as `note` would have."""
-        self._log, self.ok = log, ok
+        self._write(self.ok & ~ok, log)
+
+    def _write(self, is_new: torch.Tensor, entry: torch.Tensor) -> None:
+        ok = self.ok & ~is_new
+        for log in self._siblings():
+            log._log = torch.where(is_new, entry, log._log)
+            log.ok = ok
         self._is_news = True
         self._send()
 
@@ -103,12 +146,28 @@ class ErrorLog:
             self._ticket = self._read_back.post(*self._log.unbind())
             self._is_news = False
 
-    def look(self, pool: str, *, wait: bool = False) -> None:
+    def look(self, *, wait: bool = False) -> None:
         """Raise what has come back so far; with ``wait`` all that was written.
 
         Raises:
-            AllocatorError: the kind that the first fault calls for; again at every later look, until `clear`.
+            AllocatorError: the kind that the first fault of a pool of this buffer calls for; again at every later look, until all of
+                them have been cleared.
         """
+        logs = self._siblings()
+        for log in logs:
+            log._take_in(wait)
+            if log._found is not None:
+                code, call, physical, virtual = log._found
+                number, fault = divmod(code, FAULTS)
+                error, text = _ERRORS[Fault(fault)]
+                raise error(
+                    f"checked call {call} of this pool (of {logs[number].calls} so far) {text}: virtual page {virtual}, physical page "
+                    f"{physical}. All pools of the buffer have been frozen since and can only be cleared",
+                    pool=logs[number].pool,
+                    ids=[virtual],
+                )
+
+    def _take_in(self, wait: bool) -> None:
         while self._found is None and self._ticket is not None:
             if wait:
                 self._ticket.wait()
@@ -122,15 +181,6 @@ class ErrorLog:
                 self._send()
                 if not wait:
                     return
-        if self._found is not None:
-            fault, call, physical, virtual = self._found
-            error, text = _ERRORS[Fault(fault)]
-            raise error(
-                f"checked call {call} of this pool (of {self.calls} so far) {text}: virtual page {virtual}, physical page {physical}. "
-                "The pool has been frozen since and can only be cleared",
-                pool=pool,
-                ids=[virtual],
-            )
 
 
 class AsynchronousAssertions(ErrorLog):

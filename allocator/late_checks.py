@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 
+from allocator.band import Band
 from allocator.end import MultiEndedAllocator
 from allocator.error_log import AsynchronousAssertions, ErrorLog, Fault
 from allocator.errors import AllocatorError, BindError, NotAllocatedError
@@ -58,7 +61,19 @@ class LateChecks(MultiEndedAllocator):
     @cached_property
     def _errors(self) -> ErrorLog:
         log = ErrorLog if self.assertions == "log" else AsynchronousAssertions
-        return log(self.device, self._read_back)
+        return log(self.device, self._read_back, self.sub_pool_name, self._logs_of_buffer)
+
+    def _logs_of_buffer(self) -> list[ErrorLog]:
+        member: Band = self
+        while member.low_peer is not None:
+            member = member.low_peer
+        logs = []
+        following: Band | None = member
+        while following is not None:
+            if isinstance(following, LateChecks):
+                logs.append(following._errors)
+            following = following.high_peer
+        return logs
 
     def _new_tables(self) -> PageTables:
         tables = GuardedTables(self.num_virtual_ids, self.num_pages, self.device)
@@ -78,7 +93,23 @@ class LateChecks(MultiEndedAllocator):
         """
         if not self._read_back.immediate:
             self._errors.calls += 1
-            self._errors.look(self.sub_pool_name)
+            self._errors.look()
+
+    @contextmanager
+    def _blaming_faults(self) -> Iterator[None]:
+        """Around what the host works out where numbers come late. After a wrong call that it has not learned of yet its numbers make no
+        sense, so if something fails, the wrong call is what is told: a negative number of live pages, an operation on no rows.
+
+        Raises:
+            AllocatorError: what an earlier call did wrong; waits for it.
+        """
+        try:
+            yield
+        except (IndexError, RuntimeError, ValueError):
+            self._errors.look(wait=True)
+            raise
+        if self._live_pages_lazy < 0:
+            self._errors.look(wait=True)
 
     def _require_live(self, virtual_pages: torch.Tensor, *, may_repeat: bool) -> torch.Tensor:
         if self._read_back.immediate:
@@ -90,6 +121,8 @@ class LateChecks(MultiEndedAllocator):
                 pool=self.sub_pool_name,
             )
         physical_pages = self._tables.physical_of(virtual_pages)
+        if not virtual_pages.shape[0]:
+            return physical_pages
         bad = physical_pages <= 0
         self._errors.note(Fault.NOT_LIVE, bad, physical_pages, virtual_pages)
         if may_repeat and virtual_pages.shape[0] > 1:
@@ -113,13 +146,17 @@ class LateChecks(MultiEndedAllocator):
             super()._require_taken(physical_pages, error)
             return
         self._look_for_errors()
-        low, high = self._band_pages()
+        low, high = self._band_on_device()
         outside = (physical_pages < low) | (physical_pages >= high)
         nowhere = torch.full_like(physical_pages, -1)
         fault = Fault.BOUND_OUTSIDE if issubclass(error, BindError) else Fault.OUTSIDE_BAND
         self._errors.note(fault, outside, physical_pages, nowhere)
         repeated = self._repeated_rows(self.physical_to_virtual, physical_pages, outside)
         self._errors.note(Fault.BOUND_TWICE, repeated, physical_pages, nowhere)
+
+    def _band_on_device(self) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+        """Physical pages ``[low, high)`` of the band; int64 ``[]`` what only the device knows."""
+        return self._band_pages()
 
     @staticmethod
     def _repeated_rows(table: torch.Tensor, rows: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
@@ -138,6 +175,8 @@ class LateChecks(MultiEndedAllocator):
             super().unbind(virtual_ids)
             return
         self._look_for_errors()
+        if not virtual_ids.numel():
+            return
         virtual_ids = virtual_ids.to(torch.int64)
         physical = self._tables.physical_of(virtual_ids)
         owners = self.physical_to_virtual[physical.clamp(min=0)]

@@ -149,7 +149,7 @@ class LateFlush(DeferringBand):
         is_hole = row < count
         # Valid ones first in both orders.
         ascending = registers.sorted(numbers, padding=FAR)[:most_holes]
-        descending = ascending[(count - 1 - row).clamp(min=0)]
+        descending = ascending[(count - 1 - row).clamp(0, most_holes - 1)]
         nearest = descending if grows_up else ascending
         farthest = ascending if grows_up else descending
         touching = torch.count_nonzero(is_hole & (self._place_of(nearest, mark) == row))

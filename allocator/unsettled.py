@@ -194,7 +194,9 @@ class Registers:
     ) -> None:
         """Add the first ``count`` of ``pages`` to the list, which never has more than ``most``."""
         longer = torch.cat([self.holes, pages])
-        longer.index_copy_(0, numbers[: pages.shape[0]] + self.count, pages)
+        # Within the list whatever happened: in a frozen pool the number may be anything.
+        rows = (numbers[: pages.shape[0]] + self.count).clamp(0, longer.shape[0] - 1)
+        longer.index_copy_(0, rows, pages)
         self.holes, self.count, self.ascending = longer[:most], self.count + count, False
 
     def take(self, want: int, numbers: torch.Tensor, *, grows_up: bool) -> torch.Tensor:

@@ -64,7 +64,7 @@ class TritonFlush(TorchFlush):
         outcome = {
             "old_log": self._errors.log,
             "call": self._errors.calls,
-            "fault": int(Fault.CONTRADICTION),
+            "fault": self._errors.code(Fault.CONTRADICTION),
             "rows": rows,
             "src_pages": src_pages,
             "dst_pages": dst_pages,
