@@ -37,6 +37,8 @@ class LateFlush(DeferringBand):
     def clear(self) -> None:
         self._write_ended = None
         super().clear()
+        if not self._read_back.immediate:
+            self._flush_ops  # noqa: B018  who does the work is settled here, and not in the first flush of a serving engine
 
     def _pack_late(self) -> int:
         """The urgent pass. Where live pages are counted it leaves nothing open: the packed band is known, whatever was not known before."""

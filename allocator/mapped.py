@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable
 from typing import Any
@@ -29,10 +30,32 @@ from allocator.lookup import DEFAULT_STRATEGY, lookup_for
 from allocator.pool import UnifiedKVPool
 from allocator.tables import PageTables
 
+log = logging.getLogger("kvtape")
+
 #: Moves of one non-urgent flush, so that a long backlog does not hold up the scheduler (SGLang's setting and default).
 MAX_MOVES_ENV = "SGLANG_LAZY_COMPACTION_MAX_MOVES_PER_CALL"
 DEFAULT_MAX_MOVES = 4096
 ASSERTIONS = ("log", "async")
+
+
+def most_moves() -> int:
+    """Moves of one non-urgent flush, from the environment. What is no number of moves is said in the log, and the default is taken."""
+    text = os.environ.get(MAX_MOVES_ENV)
+    if text is None:
+        return DEFAULT_MAX_MOVES
+    try:
+        moves = int(text)
+    except ValueError:
+        moves = -1
+    if moves < 0:
+        log.warning(
+            "kvtape: %s is %r, which is no number of moves: %d is taken",
+            MAX_MOVES_ENV,
+            text,
+            DEFAULT_MAX_MOVES,
+        )
+        return DEFAULT_MAX_MOVES
+    return moves
 
 
 class MappedBand(Band):
@@ -111,7 +134,7 @@ class MappedBand(Band):
         self._lookup = lookup_for(strategy)
         self._kvcache = kvcache
         self._zero_pages = getattr(kvcache, "zero_physical_pages", None)
-        self._lazy_max_moves_per_call = int(os.environ.get(MAX_MOVES_ENV, DEFAULT_MAX_MOVES))
+        self._lazy_max_moves_per_call = most_moves()
         self.num_virtual_ids = self.num_pages if virtual_num_pages is None else virtual_num_pages
         if self.num_virtual_ids <= 0:
             raise ConfigurationError("the id space is empty", pool=sub_pool_name)

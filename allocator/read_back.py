@@ -78,6 +78,7 @@ class ReadBack:
         self._rows = list(memory.numpy())
         self._prefixes = [memory[SLOTS, : count + 1] for count in range(WIDTH)]
         self._tickets: list[weakref.ref[Ticket] | None] = [None] * SLOTS
+        self._events: list[Any] = [None] * SLOTS
         self._next = 0
         self.pinned_host_tensors = [
             memory,
@@ -95,8 +96,9 @@ class ReadBack:
             cell.copy_(number, non_blocking=True)
         if self.immediate:
             return Ticket(self, self._rows[slot])
-        ticket = Ticket(self, self._rows[slot], self._mark(numbers))
-        self._tickets[slot] = weakref.ref(ticket)
+        event = self._mark(numbers)
+        ticket = Ticket(self, self._rows[slot], event)
+        self._tickets[slot], self._events[slot] = weakref.ref(ticket), event
         return ticket
 
     def read(self, *numbers: torch.Tensor) -> list[int]:
@@ -126,53 +128,78 @@ class ReadBack:
         return event
 
     def _vacate(self, slot: int) -> None:
-        """Numbers that somebody still wants must be out of the slot before it is used again."""
+        """Numbers that somebody still wants must be out of the slot before it is used again, and a copy that is under way behind it."""
         reference = self._tickets[slot]
         ticket = None if reference is None else reference()
+        event, self._events[slot] = self._events[slot], None
         if ticket is not None:
             ticket.wait()
             ticket.values()
+        elif event is not None and not event.query():
+            # Nobody wants them any more. The copy may be on another stream, which this one is then ordered after; the host goes on.
+            event.wait()
 
 
 class LateCount:
-    """A number that is still on its way and stands where a call answers an ``int``: asking what it is waits for it."""
+    """A number that is still on its way and stands where a call answers an ``int``: asking what it is waits for it.
 
-    __slots__ = ("_read",)
+    Sums of such numbers and of integers are such a number again: that is what callers make of flushes' answers (SGLang's composites), and
+    they need not wait for it either.
+    """
 
-    def __init__(self, read: Callable[[], int]) -> None:
-        self._read = read
+    __slots__ = ("_known", "_parts")
+
+    def __init__(self, *parts: Callable[[], int], known: int = 0) -> None:
+        self._parts, self._known = parts, known
 
     def __int__(self) -> int:
-        return self._read()
+        if self._parts:
+            self._known, self._parts = self._known + sum(read() for read in self._parts), ()
+        return self._known
 
     __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(int(self))
 
     def __bool__(self) -> bool:
         return int(self) != 0
 
     def __eq__(self, other: object) -> bool:
-        return int(self) == int(other) if isinstance(other, (int, LateCount)) else NotImplemented
+        return int(self) == (int(other) if isinstance(other, LateCount) else other)
 
-    def __lt__(self, other: int | LateCount) -> bool:
-        return int(self) < int(other)
+    def __lt__(self, other: float | LateCount) -> bool:
+        return int(self) < (int(other) if isinstance(other, LateCount) else other)
 
-    def __le__(self, other: int | LateCount) -> bool:
-        return int(self) <= int(other)
+    def __le__(self, other: float | LateCount) -> bool:
+        return int(self) <= (int(other) if isinstance(other, LateCount) else other)
 
-    def __gt__(self, other: int | LateCount) -> bool:
-        return int(self) > int(other)
+    def __gt__(self, other: float | LateCount) -> bool:
+        return not self <= other
 
-    def __ge__(self, other: int | LateCount) -> bool:
-        return int(self) >= int(other)
+    def __ge__(self, other: float | LateCount) -> bool:
+        return not self < other
 
     def __hash__(self) -> int:
         return hash(int(self))
 
     def __add__(self, other: int | LateCount) -> LateCount:
-        # Sums of flushes are what callers make of the answer (SGLang's composites); they need not wait for that either.
-        return LateCount(lambda: int(self) + int(other))
+        if isinstance(other, LateCount):
+            return LateCount(*self._parts, *other._parts, known=self._known + other._known)
+        return LateCount(*self._parts, known=self._known + int(other))
 
     __radd__ = __add__
+
+    def __sub__(self, other: int | LateCount) -> int:
+        return int(self) - int(other)
+
+    def __rsub__(self, other: int) -> int:
+        return other - int(self)
+
+    def __mul__(self, other: int) -> int:
+        return int(self) * other
+
+    __rmul__ = __mul__
 
     def __repr__(self) -> str:
         return str(int(self))

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+from allocator.errors import ConfigurationError
+from allocator.flush_ops import flush_ops_class
 from allocator.lookup import STRATEGIES
 from allocator.sglang_classes import SglangFloatMultiEndedAllocator, SglangMultiEndedAllocator
 
@@ -72,6 +74,10 @@ def refusal(chosen: str) -> str:
         installed = "of unknown version"
     if installed.split("+")[0] not in VERSIONS:
         return f"{VARIABLE} is for SGLang {', '.join(VERSIONS)}, and this is SGLang {installed}"
+    try:
+        flush_ops_class("cpu")
+    except ConfigurationError as problem:
+        return str(problem)
     return ""
 
 

@@ -132,7 +132,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--most-moves", type=int, default=max(MOVES), help=f"of timed flushes (default {max(MOVES)})"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.rounds < 1 or args.most_moves < 1 or (args.events is not None and args.events < 1):
+        parser.error("--rounds, --most-moves and --events are 1 or more")
+    try:
+        kind = torch.device(args.device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cuda", "cpu"):
+        parser.error(f"--device {args.device}: cuda, cuda:N or cpu")
+    if args.json is not None:
+        try:
+            # Now, and not after minutes of device time.
+            args.json.write_text("", encoding="utf-8")
+        except OSError as problem:
+            parser.error(f"--json {args.json}: {problem.strerror}")
+    return args
 
 
 def main() -> int:
@@ -154,7 +169,6 @@ def main() -> int:
         run(results, args, found)
     except KeyboardInterrupt:
         results.add("the check itself", False, "interrupted")
-    show(results, found)
     if args.json is not None:
         written = {
             "machine": found,
@@ -168,6 +182,7 @@ def main() -> int:
             "parts": results.rows,
         }
         args.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    show(results, found)
     return results.exit_status
 
 

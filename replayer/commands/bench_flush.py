@@ -88,12 +88,14 @@ def run(args: argparse.Namespace) -> int:
         "processors": os.cpu_count(),
         "load_before_and_after": [round(load, 2), round(os.getloadavg()[0], 2)],
     }
-    if args.plot is not None:
-        draw(args.plot, findings, names, reference, _caption(machine, plan.rounds, reference))
+    # Figures first: a picture that cannot be written must not cost them.
     if args.json:
         print(json.dumps(as_json(machine, plan.rounds, findings, names, reference, plan.repeats), indent=1))
     else:
         _print(machine, plan, findings, names, reference)
+    if args.plot is not None:
+        sys.stdout.flush()
+        draw(args.plot, findings, names, reference, _caption(machine, plan.rounds, reference))
     return 1 if args.check and any(figure.held is False for figure in figures(findings, names)) else 0
 
 

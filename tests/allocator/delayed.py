@@ -27,6 +27,9 @@ class _LateEvent:
             owner.arrived = max(owner.arrived, self._order)
         return self._order <= owner.arrived
 
+    def wait(self) -> None:
+        """Orders a stream, of which there is one here."""
+
     def synchronize(self) -> None:
         self._number.tolist()
         self._owner.arrived = max(self._owner.arrived, self._order)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -130,3 +132,51 @@ def test_a_free_of_tokens_finds_each_page_once_without_asking_how_many(lazy: boo
     plain.free(tokens)
     assert record.total == 0 and ledger.disagreements == []
     assert whole_state(full) == whole_state(plain)
+
+
+def test_late_counts_are_numbers() -> None:
+    reads = []
+
+    def count(value: int) -> LateCount:
+        return LateCount(lambda: reads.append(value) or value)
+
+    total: Any = 0
+    for value in range(1000):
+        total = total + count(value)
+    assert not reads, "a sum waits for nothing"
+    assert int(total) == 499_500 == total
+    assert len(reads) == 1000
+    five = count(5)
+    assert five < 5.5 and not five > 5.5 and five == 5.0 and five >= 5 and five <= count(5) and five != 6
+    assert (five - 2, 7 - five, five * 3, 3 * five, f"{five:03d}", float(five)) == (3, 2, 15, 15, "005", 5.0)
+    assert five != "5" and {five: 1}[count(5)] == 1
+    assert len([value for value in reads if value == 5]) == 4  # each is asked once
+
+
+def test_a_copy_that_nobody_wants_any_more_is_over_before_its_place_is_used_again() -> None:
+    waited: list[int] = []
+
+    class Event:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def query(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            waited.append(self.number)
+
+    class OnStreams(ReadBack):
+        def __init__(self) -> None:
+            super().__init__("cpu")
+            self.immediate, self.posted = False, 0
+
+        def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
+            self.posted += 1
+            return Event(self.posted)
+
+    read_back = OnStreams()
+    for number in range(SLOTS + 2):
+        read_back.post(torch.tensor(number))
+    assert waited == [1, 2]
+    assert read_back.blocking_reads == 0
