@@ -126,6 +126,7 @@ class Pool:
             "moved": moved.tolist(),
             "asked to move": getattr(self.store, "rows_moved", None),
             "log": self.errors.log.tolist(),
+            "log of the plan": (self.errors.log if plan.log is None else plan.log).tolist(),
             "ok": bool(self.errors.ok),
         }
 
