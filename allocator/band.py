@@ -8,7 +8,7 @@ bug this field has had (sgl-project/sglang#39982); computing it takes about as l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Literal
 
@@ -92,6 +92,16 @@ class Band(ABC):
 
     def _is_frontier_transparent(self) -> bool:
         return False
+
+    def _bands_of_buffer(self) -> Iterator[Band]:
+        """This band and all others that are bound to it, from the low end up."""
+        band = self
+        while band.low_peer is not None:
+            band = band.low_peer
+        following: Band | None = band
+        while following is not None:
+            yield following
+            following = following.high_peer
 
     def _chain_low_frontier_above_bytes(self) -> int:
         above = self._neighbour("high")

@@ -85,11 +85,6 @@ class DeferringBand(DeviceReleasingBand):
     # -- what else must be exact when it is asked for
 
     @property
-    def _free_phys_pages(self) -> torch.Tensor:
-        self._settle()
-        return self.holes.pages
-
-    @property
     def _pending_reuse(self) -> dict[ForwardDoneEvent, tuple[list[int], list[torch.Tensor]]]:
         self._settle()
         return super()._pending_reuse
@@ -107,17 +102,6 @@ class DeferringBand(DeviceReleasingBand):
     def allocated_count(self) -> int:
         self._settle_live()
         return super().allocated_count()
-
-    @property
-    def free_virtual_ids(self) -> torch.Tensor | None:
-        if self._ids_are_late():
-            self._settle()
-        return None if self._ids is None else self._ids.tensor()
-
-    @free_virtual_ids.setter
-    def free_virtual_ids(self, ids: torch.Tensor) -> None:
-        self._settle()
-        self._own_ids("free_virtual_ids").replace(ids)
 
     def _ids_are_late(self) -> bool:
         return self._ids is not None and cast(LateFreeVirtualIds, self._ids).is_late

@@ -96,11 +96,6 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
         return self._high * self.entry_bytes_per_page
 
     @property
-    def _free_phys_pages(self) -> torch.Tensor:
-        self._settle()
-        return super()._free_phys_pages
-
-    @property
     def live_page_count(self) -> int:
         self._settle()
         return super().live_page_count
@@ -108,16 +103,6 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
     def allocated_count(self) -> int:
         self._settle()
         return super().allocated_count()
-
-    @property
-    def free_virtual_ids(self) -> torch.Tensor | None:
-        self._settle()
-        return None if self._ids is None else self._ids.tensor()
-
-    @free_virtual_ids.setter
-    def free_virtual_ids(self, ids: torch.Tensor) -> None:
-        self._settle()
-        self._own_ids("free_virtual_ids").replace(ids)
 
     def available_size(self) -> int:
         """Tokens that can be handed out now. Waits for the float's own numbers."""

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import torch
 
-from allocator.band import Band
 from allocator.error_log import Fault
 from allocator.late_checks import LateChecks
 
@@ -57,14 +56,27 @@ class DeviceReleasingBand(LateChecks):
 
     def _chain(self) -> Iterator[DeviceReleasingBand]:
         """All pools of the buffer that may be unsettled."""
-        member: Band = self
-        while member.low_peer is not None:
-            member = member.low_peer
-        following: Band | None = member
-        while following is not None:
-            if isinstance(following, DeviceReleasingBand):
-                yield following
-            following = following.high_peer
+        return (band for band in self._bands_of_buffer() if isinstance(band, DeviceReleasingBand))
+
+    @property
+    def _free_phys_pages(self) -> torch.Tensor:
+        self._settle()
+        return self.holes.pages
+
+    @property
+    def free_virtual_ids(self) -> torch.Tensor | None:
+        if self._ids_are_late():
+            self._settle()
+        return None if self._ids is None else self._ids.tensor()
+
+    @free_virtual_ids.setter
+    def free_virtual_ids(self, ids: torch.Tensor) -> None:
+        self._settle()
+        self._own_ids("free_virtual_ids").replace(ids)
+
+    def _ids_are_late(self) -> bool:
+        """Whether ids that were freed are not in the list yet."""
+        return not self._is_settled
 
     def _poll_chain(self) -> bool:
         """Poll all pools of the buffer; whether all are settled."""

@@ -1,9 +1,9 @@
 """What went wrong, written down on the device, because asking the device at every call would cost what this strategy avoids.
 
 A device assertion (``torch._assert_async``) surfaces somewhere later and takes the CUDA context with it. Here the first bad row of a call
-goes into four numbers on the device, and from then on the pool is *frozen*: its tables are no longer written and nothing moves, so that
-no live page is overwritten by calls made before the host knows. The log comes back through page-locked memory and is looked at, without
-waiting, at every later call; what it holds becomes a typed error. The pools are of no use after that until each was cleared.
+goes into four numbers on the device, and from then on all pools of the buffer are *frozen*: tables are no longer written and nothing
+moves, so that no live page is overwritten by calls made before the host knows. The log comes back through page-locked memory and is looked
+at, without waiting, at every later call; what it holds becomes a typed error. The pools are of no use after that until each was cleared.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import torch
 
-from allocator.band import Band
 from allocator.end import MultiEndedAllocator
 from allocator.error_log import AsynchronousAssertions, ErrorLog, Fault
 from allocator.errors import AllocatorError, BindError, NotAllocatedError
@@ -64,16 +63,7 @@ class LateChecks(MultiEndedAllocator):
         return log(self.device, self._read_back, self.sub_pool_name, self._logs_of_buffer)
 
     def _logs_of_buffer(self) -> list[ErrorLog]:
-        member: Band = self
-        while member.low_peer is not None:
-            member = member.low_peer
-        logs = []
-        following: Band | None = member
-        while following is not None:
-            if isinstance(following, LateChecks):
-                logs.append(following._errors)
-            following = following.high_peer
-        return logs
+        return [band._errors for band in self._bands_of_buffer() if isinstance(band, LateChecks)]
 
     def _new_tables(self) -> PageTables:
         tables = GuardedTables(self.num_virtual_ids, self.num_pages, self.device)

@@ -147,15 +147,18 @@ class LateCount:
     they need not wait for it either.
     """
 
-    __slots__ = ("_known", "_parts")
+    __slots__ = ("_sum",)
 
     def __init__(self, *parts: Callable[[], int], known: int = 0) -> None:
-        self._parts, self._known = parts, known
+        # In one attribute: a recorder's thread may ask while the engine's does, and must not see half of a change.
+        self._sum = parts, known
 
     def __int__(self) -> int:
-        if self._parts:
-            self._known, self._parts = self._known + sum(read() for read in self._parts), ()
-        return self._known
+        parts, known = self._sum
+        if parts:
+            known += sum(read() for read in parts)
+            self._sum = (), known
+        return known
 
     __index__ = __int__
 
@@ -184,9 +187,9 @@ class LateCount:
         return hash(int(self))
 
     def __add__(self, other: int | LateCount) -> LateCount:
-        if isinstance(other, LateCount):
-            return LateCount(*self._parts, *other._parts, known=self._known + other._known)
-        return LateCount(*self._parts, known=self._known + int(other))
+        parts, known = self._sum
+        more, added = other._sum if isinstance(other, LateCount) else ((), int(other))
+        return LateCount(*parts, *more, known=known + added)
 
     __radd__ = __add__
 

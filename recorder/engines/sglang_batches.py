@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 
 
 def batch_wrapper(hooks: SglangHooks, method: Any, name: str) -> Callable[[Any], Any] | None:
-    """What makes the wrapper of `method`, None where it is another method or has other parameters than SGLang 0.5.23's."""
+    """What makes the wrapper of `method`, None where it is another method or has other parameters or defaults than SGLang 0.5.23's."""
     known = _WRAPPERS.get(name)
     if known is None:
         return None
-    parameters, make = known
+    parameters, defaults, make = known
     try:
-        found = tuple(inspect.signature(method).parameters)
+        found = inspect.signature(method).parameters
     except (TypeError, ValueError):
         return None
-    return (lambda original: make(hooks, original)) if found == ("self", *parameters) else None
+    given = {
+        name: each.default for name, each in found.items() if each.default is not inspect.Parameter.empty
+    }
+    is_known = tuple(found) == ("self", *parameters) and given == defaults
+    return (lambda original: make(hooks, original)) if is_known else None
 
 
 def _extend(hooks: SglangHooks, original: Any) -> Any:
@@ -229,4 +233,7 @@ def _decode(hooks: SglangHooks, original: Any) -> Any:
     return alloc_decode
 
 
-_WRAPPERS: Final = {"alloc_extend": (EXTEND, _extend), "alloc_decode": (DECODE, _decode)}
+_WRAPPERS: Final[dict[str, tuple[tuple[str, ...], dict[str, Any], Callable[..., Any]]]] = {
+    "alloc_extend": (EXTEND, {"num_new_pages": None}, _extend),
+    "alloc_decode": (DECODE, {}, _decode),
+}

@@ -121,3 +121,34 @@ def test_a_list_that_is_changed_after_the_call_is_recorded_as_it_was(tmp_path: P
         recorder.stop()
     (event,) = [event for event in events_of(recorder.sessions[0].path) if event[0] == "ALLOC_EXTEND"]
     assert event[4:8] == ([0], [3], [-1], expected)
+
+
+class OtherDefault(allocator.MultiEndedAllocator):
+    """Somebody's subclass for which an argument that is left out means something else."""
+
+    def alloc_extend(  # type: ignore[override]
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int = 7,
+    ) -> torch.Tensor | None:
+        return torch.tensor([num_new_pages])
+
+
+def test_an_argument_that_is_left_out_keeps_the_methods_own_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.allocator.pools.MultiEndedAllocator", OtherDefault)
+    recorder = Recorder(settings(tmp_path))
+    hooked(recorder)
+    try:
+        full, _ = two_ends(end_class=OtherDefault)
+        answer = full.alloc_extend(int64([0]), int64([0]), int64([3]), int64([3]), int64([-1]), 3)
+    finally:
+        recorder.stop()
+    assert answer is not None and answer.tolist() == [7]
+    assert not recorder.failure
