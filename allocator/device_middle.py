@@ -157,10 +157,6 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
 
     # -- free and flush
 
-    @property
-    def _compacts_at_every_free(self) -> bool:
-        return False
-
     def _free_pages(self, virtual_pages: torch.Tensor, *, may_repeat: bool) -> None:
         if self._is_settled:
             super()._free_pages(virtual_pages, may_repeat=may_repeat)

@@ -119,21 +119,10 @@ class DeviceReleasingBand(LateChecks):
             super().free_group_end()
             return
         tokens, representatives = self._close_group()
-        if tokens and representatives and self._compacts_at_every_free:
-            # One release, as the others make it: two would fill their places in two steps. The tokens' pages are waited for.
-            pages, _ = self._pages_of(torch.cat(tokens))
-            self._free_pages(
-                torch.cat([pages, torch.cat(representatives) // self.page_size]), may_repeat=True
-            )
-            return
         if tokens:
             self._free_late(torch.cat(tokens))
         if representatives:
             self._free_pages(torch.cat(representatives) // self.page_size, may_repeat=True)
-
-    @property
-    def _compacts_at_every_free(self) -> bool:
-        return not self.lazy_compaction
 
     def _frees_late(self) -> bool:
         """Whether a free of tokens leaves the number of pages open for a while: where they have to be deduplicated."""

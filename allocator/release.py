@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 import torch
 
-from allocator.errors import FreeGroupError, NotAllocatedError, PageAlignmentError
+from allocator.errors import AllocatorError, FreeGroupError, NotAllocatedError, PageAlignmentError
 from allocator.mapped import MappedBand
 
 
@@ -75,23 +75,33 @@ class ReleasingBand(MappedBand):
         self.free_group, self.free_page_reps_group = [], []
 
     def free_group_end(self) -> None:
-        """Free what was queued, as one release.
+        """Free what was queued. An eager pool packs twice, after the tokens and after the segments, as SGLang 0.5.23's does.
 
         Raises:
             FreeGroupError: no group is open.
             NotAllocatedError, DuplicateFreeError: nothing of the group was freed; the group is closed.
         """
         tokens, representatives = self._close_group()
-        batches: list[torch.Tensor] = []
-        may_repeat = False
-        if tokens:
-            pages, may_repeat = self._pages_of(torch.cat(tokens))
-            batches.append(pages)
-        if representatives:
-            batches.append(torch.cat(representatives) // self.page_size)
-            may_repeat = True
-        if batches:
-            self._free_pages(torch.cat(batches), may_repeat=may_repeat)
+        if not representatives:
+            if tokens:
+                pages, may_repeat = self._pages_of(torch.cat(tokens))
+                self._free_pages(pages, may_repeat=may_repeat)
+            return
+        segments = torch.cat(representatives) // self.page_size
+        if not tokens:
+            self._free_pages(segments, may_repeat=True)
+            return
+        pages, _ = self._pages_of(torch.cat(tokens))
+        together = torch.cat([pages, segments])
+        if self.lazy_compaction:
+            self._free_pages(together, may_repeat=True)
+            return
+        self._require_open_gate()
+        # All of it is looked at before any of it goes; that leaves numbers in the inverse table, which the second free would read.
+        physical_pages = self._require_live(together, may_repeat=True)
+        self._tables.physical_to_virtual.index_copy_(0, physical_pages, together)
+        self._free_pages(pages, may_repeat=True)
+        self._free_pages(segments, may_repeat=False)
 
     def _close_group(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Token ids, and representatives of pages, that the group has queued."""
@@ -158,7 +168,8 @@ class ReleasingBand(MappedBand):
         """Give back reserved slots whose load was never queued.
 
         Raises:
-            NotAllocatedError: more pages than are reserved.
+            NotAllocatedError: more pages than are reserved, or a page that is not taken; nothing was given back.
+            MoveGateClosedError: eager compaction would move pages while others are reserved; nothing was given back.
         """
         if free_index is None or free_index.numel() == 0:
             return
@@ -166,5 +177,10 @@ class ReleasingBand(MappedBand):
         if pages > self._reserved_for_load:
             raise NotAllocatedError(f"{pages} reserved page(s) cancelled, {self._reserved_for_load} are reserved",
                                     pool=self.sub_pool_name, state=self.allocator_state_str())  # fmt: skip
+        # Lowered first: an eager pool packs as it frees, which it may not do while places are reserved.
         self._reserved_for_load -= pages
-        self.free_physical(free_index)
+        try:
+            self.free_physical(free_index)
+        except AllocatorError:
+            self._reserved_for_load += pages
+            raise

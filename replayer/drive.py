@@ -60,6 +60,7 @@ class Driver(ForwardEvents):
         self.driven = self.nested = self.refused = 0
         self._asked: list[ReplayEvent] = []
         self._group: dict[str, list[IntArray] | None] = {}
+        self._group_segments: dict[str, list[IntArray]] = {}
         self._handlers: dict[int, Callable[[PoolState, int], None]] = {
             int(kind): getattr(self, "_" + kind.name.lower()) for kind in EventKind
         }
@@ -369,6 +370,8 @@ class Driver(ForwardEvents):
                 f"free_segment starts at position {start}, no border of {state.page_size}-token pages"
             )
         own = self._freeing(state, tokens[:: state.page_size] // state.page_size)
+        if self._group.get(state.name) is not None and state.page_size > 1:
+            self._group_segments.setdefault(state.name, []).append(own)
         tensor = (
             self._tensor(0, index) if self.ids.identity else torch.from_numpy(self.ids.tokens(state, tokens))
         )
@@ -388,15 +391,24 @@ class Driver(ForwardEvents):
             queued.append(pages)
         return pages
 
-    def _freed(self, state: PoolState, pages: IntArray) -> None:
+    def _freed(self, state: PoolState, pages: IntArray, segments: IntArray | None = None) -> None:
+        """``segments``: those of ``pages`` that a closing group frees after the others."""
         if self.checks is None:
             self.hazards.log.clear()
             return
-        if self._group.get(state.name) is None:
+        if self._group.get(state.name) is not None:
+            self._judge_log()
+            return
+        if segments is None or state.lazy or len(segments) == len(pages):
             self.checks.freed(state, pages)
-        self._judge_log()
-        if self._group.get(state.name) is None:
-            self.checks.after_free(state, pages)
+            self._judge_log()
+        else:
+            # An eager pool packs after each of the two: what the first packing moves, or fills, may be a page of the second.
+            self.checks.freed(state, pages[~np.isin(pages, segments)])
+            with self.checks.leaving(state, segments):
+                self._judge_log()
+            self.checks.freed(state, segments)
+        self.checks.after_free(state, pages)
 
     def _free_group_begin(self, state: PoolState, index: int) -> None:
         if self._group.get(state.name) is not None:
@@ -409,9 +421,10 @@ class Driver(ForwardEvents):
         if queued is None:
             raise TraceContradiction(f"no free group of pool {state.name!r} is open")
         self._group[state.name] = None
+        segments = self._group_segments.pop(state.name, None)
         self._call("free_group_end", state.allocator.free_group_end)
         if queued:
-            self._freed(state, np.concatenate(queued))
+            self._freed(state, np.concatenate(queued), None if segments is None else np.concatenate(segments))
 
     # -- flush and room
 
@@ -455,3 +468,4 @@ class Driver(ForwardEvents):
 
     def _forget_group(self, state: PoolState) -> None:
         self._group.pop(state.name, None)
+        self._group_segments.pop(state.name, None)

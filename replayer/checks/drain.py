@@ -97,8 +97,11 @@ def _free_all(driver: Driver, checks: Checks, state: PoolState) -> None:
     if state.allocator.free_group is not None:
         driver._call("drain", state.allocator.free_group_end)
         queued = driver._group.pop(state.name, None)
+        segments = driver._group_segments.pop(state.name, None)
         if queued:
-            driver._freed(state, np.concatenate(queued))
+            driver._freed(
+                state, np.concatenate(queued), None if segments is None else np.concatenate(segments)
+            )
     reserved = np.flatnonzero(state.reserved)
     if len(reserved):
         tokens = torch.from_numpy(

@@ -8,7 +8,8 @@ sweep looks at everything, to find damage outside what should have changed.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,7 @@ class Checks:
         self._flushes_probed = 0
         self._promised = 0
         self._handing_over: dict[str, IntArray] = {}
+        self._leaving: dict[str, IntArray] = {}
         self._since_check = 0
         self._states_compared = 0
         self._inputs_checked: Capacities = ()
@@ -125,6 +127,12 @@ class Checks:
                 f"moved physical page(s) {shown(src_pages[virtual < 0])}, which hold no live page",
                 state.name,
             )
+        leaving = self._leaving.get(state.name)
+        if leaving is not None:
+            filled = state.placed_virtual[dst_pages]
+            filled = filled[np.isin(filled, leaving)]
+            state.placed_virtual[state.placed_physical[filled]] = -1
+            state.placed_physical[filled] = -1
         taken = state.placed_virtual[dst_pages] >= 0
         if (taken.any() or state.reserved[dst_pages].any()) and self.on("C2"):
             places = dst_pages[taken | state.reserved[dst_pages]]
@@ -351,6 +359,15 @@ class Checks:
             check_contents(state, pages)
             self.hold(C6=len(pages))
         self.hold(C13=len(pages))
+
+    @contextmanager
+    def leaving(self, state: PoolState, pages: IntArray) -> Iterator[None]:
+        """Meanwhile these pages may be moved, as live ones, and their places filled, as free ones."""
+        self._leaving[state.name] = pages
+        try:
+            yield
+        finally:
+            del self._leaving[state.name]
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
         physical = state.placed_physical[pages]

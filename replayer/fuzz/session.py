@@ -1,0 +1,180 @@
+"""Programs, one after another, until the time is over; what they find is kept as traces."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+
+from allocator import STRATEGIES
+from replayer.errors import UsageError
+from replayer.fuzz.program import Program
+from replayer.fuzz.shapes import Setting
+from replayer.fuzz.sides import Disagreement
+from replayer.targets import TargetOptions
+from replayer.targets_sglang import sglang_version
+
+#: Programs in a round, which is what one seed of Hypothesis makes; calls in a program.
+ROUND = 40
+CALLS = 60
+
+
+@dataclass(frozen=True)
+class Find:
+    """A disagreement, shrunk, and the trace that shows it."""
+
+    message: str
+    trace: Path
+    seed: int
+
+
+@dataclass(frozen=True)
+class FuzzOptions:
+    """``against``: ``sglang`` or ``oracle``. ``rounds``: how many at most, None for as many as the time allows."""
+
+    minutes: float
+    seed: int = 0
+    against: str = "oracle"
+    allocator: str = "kvtape"
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    out: Path = Path()
+    rounds: int | None = None
+    programs: int = ROUND
+    calls: int = CALLS
+
+
+@dataclass
+class Session:
+    """One ``kvtape fuzz``. Use as a context manager: traces under way lie in a folder that goes with it.
+
+    Raises:
+        UsageError: SGLang is to be fuzzed and is not installed, or is another version than the one whose placement ours is.
+    """
+
+    options: FuzzOptions
+    progress: Callable[[Session], None] = lambda _: None
+    counts: Counter[str] = field(default_factory=Counter)
+    finds: list[Find] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.with_sglang = options.against == "sglang"
+        self._targets = [
+            (f"{options.allocator} {strategy}", TargetOptions(options.allocator, strategy, kv="stamp"))
+            for strategy in options.strategies
+        ]
+        self.how = f"kvtape fuzz --seed {options.seed}, answers of {self._targets[0][0]}"
+        if self.with_sglang:
+            version = sglang_version()
+            if version is None:
+                raise UsageError(
+                    "--against sglang needs SGLang's classes beside kvtape; pip install --no-deps sglang==0.5.23"
+                )
+            name = f"SGLang {version}"
+            self._targets.insert(0, (name, TargetOptions("sglang", kv="stamp")))
+            self.how = f"kvtape fuzz --seed {options.seed}, answers of {name}'s allocator classes"
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtape-fuzz-")
+        self._found: tuple[Disagreement, Path] | None = None
+        self._round = 0
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
+
+    # -- one program, called by the machine
+
+    def begin(self, setting: Setting) -> Program:
+        return Program(Path(self._folder.name) / "program.msgpack.zst", setting, self._targets, self.how)
+
+    def finish(self, program: Program) -> None:
+        """Close the program's trace, and judge it if the sides have agreed.
+
+        Raises:
+            Disagreement: a check failed.
+        """
+        if program.seq < 0:
+            program.writer.abort()
+            return
+        program.close()
+        try:
+            if program.failed is None:
+                self.counts["programs"] += 1
+                own = [target for _, target in self._targets if target.allocator != "sglang"]
+                program.judge(own[self.counts["programs"] % len(own)])
+        except Disagreement as error:
+            program.failed = error
+            raise
+        finally:
+            if program.failed is not None:
+                kept = Path(self._folder.name) / "found.msgpack.zst"
+                shutil.copyfile(program.path, kept)
+                self._found = (program.failed, kept)
+            self.counts.update(program.counts)
+            self.counts["pages moved"] += program.reference.moves.pages
+            self.counts["batches moved"] += program.reference.moves.batches
+            self.progress(self)
+
+    # -- all of them
+
+    def run(self) -> None:
+        """Rounds until the time is over or one has found something; a find ends the session once it is shrunk."""
+        from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+        from hypothesis.errors import Flaky
+        from hypothesis.stateful import run_state_machine_as_test
+
+        from replayer.fuzz.machine import machine_for
+
+        options = self.options
+        chosen = settings(
+            max_examples=options.programs,
+            stateful_step_count=options.calls,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            phases=[Phase.generate, Phase.shrink],
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+            print_blob=False,
+        )
+        begin = monotonic()
+        while options.rounds is None or self._round < options.rounds:
+            if monotonic() - begin >= options.minutes * 60:
+                return
+            machine = seed(options.seed * 1_000_003 + self._round)(machine_for(self))
+            try:
+                run_state_machine_as_test(machine, settings=chosen)
+            except (Disagreement, Flaky) as error:
+                self._keep(error)
+                return
+            finally:
+                self._round += 1
+                self.counts["rounds"] = self._round
+
+    def _keep(self, error: BaseException) -> None:
+        if self._found is None:
+            raise error
+        disagreement, trace = self._found
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        kept = _free_name(self.options.out, self.options.seed)
+        shutil.copyfile(trace, kept)
+        flaky = "" if error is disagreement or isinstance(error, Disagreement) else " (not every time: flaky)"
+        self.finds.append(Find(f"{disagreement}{flaky}", kept, self.options.seed))
+
+
+def _free_name(folder: Path, seed: int) -> Path:
+    """A name that is not taken: a find is never overwritten."""
+    for number in range(1, 10_000):
+        path = folder / f"find-{seed}-{number}.msgpack.zst"
+        if not path.exists():
+            return path
+    raise UsageError(f"{folder} holds 10,000 finds of seed {seed}; give another --out")

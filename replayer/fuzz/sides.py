@@ -1,0 +1,121 @@
+"""One set of allocators under a random program: its events, its figures, and what two sides must agree in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from recorder.trace import Header
+from replayer.pool_state import PoolState
+from replayer.targets import TargetOptions, build_pools
+
+
+@dataclass
+class Disagreement(AssertionError):
+    """What a program found. ``seq``: the event after which it shows; an AssertionError, so that Hypothesis shrinks it."""
+
+    message: str
+    seq: int = -1
+
+    exit_code: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        return f"event {self.seq}: {self.message}" if self.seq >= 0 else self.message
+
+
+class ForwardEnd:
+    """The event at the end of a forward: true from ``forward_done`` on. A stream's wait for it tells the host nothing."""
+
+    def __init__(self) -> None:
+        self.fired = False
+
+    def query(self) -> bool:
+        return self.fired
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
+class MoveCount:
+    """A store's log that only counts: batches and pages moved."""
+
+    def __init__(self) -> None:
+        self.batches = self.pages = 0
+
+    def moved(self, pool: str, dst_pages: torch.Tensor, src_pages: torch.Tensor) -> None:
+        self.batches += 1
+        self.pages += int((dst_pages != src_pages).sum())
+
+    def zeroed(self, pool: str, pages: torch.Tensor) -> None: ...
+
+
+class Side:
+    """Allocators of one kind over one buffer, wired as the header says. ``name`` is what a disagreement calls it."""
+
+    def __init__(self, name: str, header: Header, target: TargetOptions) -> None:
+        self.name = name
+        self.moves = MoveCount()
+        self.states: dict[str, PoolState] = build_pools(header, target, self.moves)
+        self.pools: dict[str, Any] = {name: state.allocator for name, state in self.states.items()}
+        self.events: dict[int, ForwardEnd] = {}
+        self.gate_open = True
+
+    def event(self, number: int) -> ForwardEnd:
+        return self.events.setdefault(number, ForwardEnd())
+
+    def shut_or_open(self, is_open: bool) -> None:
+        self.gate_open = is_open
+        for made in self.pools.values():
+            if made.disagg_move_gate is None:
+                made.disagg_move_gate = lambda: self.gate_open
+
+    def figures(self, pool: str) -> dict[str, Any]:
+        """Everything about a pool that does not depend on whose allocator it is. The order of holes is not part of it: lists are sorted
+        when a page is taken."""
+        state, made = self.states[pool], self.pools[pool]
+        ids = made.free_virtual_ids
+        return {
+            "band": state.band(),
+            "virtual_to_physical": made.virtual_to_physical.tolist(),
+            "free_virtual_ids": None if ids is None else ids.tolist(),
+            "holes": sorted(made._free_phys_pages.tolist()),
+            "pending": sorted(made._pending_reuse_pages_cpu),
+            "allocated_count": made.allocated_count(),
+            "available_size": made.available_size(),
+            "schedulable_available_size": made.schedulable_available_size(),
+        }
+
+    def recorded_state(self) -> dict[str, dict[str, int | bytes | None]]:
+        """The same as figures of a trace's state frame, so that a replay can compare them (C15)."""
+        from recorder.trace.digests import mix64
+
+        found: dict[str, dict[str, int | bytes | None]] = {}
+        for name, state in self.states.items():
+            figures, low_high = self.figures(name), state.band()
+            marks = (
+                {"low_watermark": low_high[0], "high_watermark": low_high[1]}
+                if state.is_float
+                else {"watermark": int(self.pools[name].watermark_physical)}
+            )
+            ids = self.pools[name].free_virtual_ids
+            table = state.table("virtual_to_physical")[: self.pools[name].num_virtual_ids]
+            found[name] = {
+                **marks,
+                **{
+                    key: figures[key]
+                    for key in ("allocated_count", "available_size", "schedulable_available_size")
+                },
+                "holes": len(figures["holes"]),
+                "pending": len(figures["pending"]),
+                "virtual_to_physical_mix64": mix64(table),
+                "free_virtual_ids_mix64": None if ids is None else mix64(ids.numpy()),
+            }
+        return found
+
+
+def normal(answer: Any) -> Any:
+    """An answer in a form that compares: a list for a tensor, a number for a count that comes late."""
+    if isinstance(answer, torch.Tensor):
+        return answer.tolist()
+    return answer if answer is None else int(answer)
