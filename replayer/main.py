@@ -71,6 +71,10 @@ COMMANDS: dict[str, Command] = {
         "replayer.commands.bench_flush",
         "measure one flush: moves, pool sizes, page sizes and strategies, as ratios within one run",
     ),
+    "fuzz": Command(
+        "replayer.commands.fuzz",
+        "drive allocators with random programs of calls and keep what differs or fails as a trace",
+    ),
 }
 
 

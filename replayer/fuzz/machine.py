@@ -38,7 +38,7 @@ class Programs(RuleBasedStateMachine):
         if self.session.with_sglang:
             # SGLang 0.5.23 looks at the bound after a move: with a bound of 0 it moves one page, and so do we not.
             move_cap = max(move_cap, 1)
-        setting = Setting(taken, page_size, lazy, move_cap, pages)  # type: ignore[arg-type]
+        setting = Setting(taken, page_size, lazy, move_cap, pages)
         self.program: Program | None = None
         self.model = Model(setting, decodes_single_tokens=not self.session.with_sglang)
         # Loads from the host need lazy compaction: while places are reserved nothing may move, and an eager free always would.

@@ -204,11 +204,15 @@ class Program:
         try:
             outcome = replay(ReplayOptions(self.path, target, CheckOptions(every=1, logprob_every=2)))
         except ImpossibleEvent as error:
-            raise Disagreement(f"the replay on {name} calls the trace impossible: {error}") from None
+            raise Disagreement(
+                f"the replay on {name} calls the trace impossible: {error}", target=target
+            ) from None
         if outcome.failure is not None:
-            raise Disagreement(f"on {name}, {outcome.failure}", outcome.failure.seq)
+            raise Disagreement(f"on {name}, {outcome.failure}", outcome.failure.seq, target)
         if outcome.ledger_disagreements:
-            raise Disagreement(f"the sync ledger's two counts differ in {outcome.ledger_disagreements} calls")
+            raise Disagreement(
+                f"the sync ledger's two counts differ in {outcome.ledger_disagreements} calls", target=target
+            )
         self.counts["checks"] += sum(outcome.held.values())
 
     # -- one event
@@ -236,12 +240,13 @@ class Program:
     ) -> Any:
         self.seq += 1
         found: list[Any] = []
-        refusal = ""
+        refusal: Disagreement | None = None
         for side in self.sides:
             try:
                 found.append(normal(make(side)))
             except Exception as error:  # whatever an allocator raises for a call that is allowed
-                refusal = refusal or f"{side.name} refuses the call: {type(error).__name__}: {error}"
+                said = f"{side.name} refuses the call: {type(error).__name__}: {error}"
+                refusal = refusal or Disagreement(said, self.seq, side.target)
                 found.append(UNSET)
         self.writer.append(
             kind,
@@ -251,18 +256,22 @@ class Program:
             **arguments,
         )
         self.counts["calls"] += 1
-        different = refusal or self._difference(kind, found)
-        if different:
-            self.failed = Disagreement(different, self.seq)
+        self.counts[f"call {kind.name.lower()}"] += 1
+        self.failed = refusal or self._difference(kind, found)
+        if self.failed is not None:
             raise self.failed
         return found[0]
 
-    def _difference(self, kind: EventKind, answers: list[Any]) -> str:
-        """The first figure in which a side differs from the reference, for people; empty if none does."""
+    def _difference(self, kind: EventKind, answers: list[Any]) -> Disagreement | None:
+        """The first figure in which a side differs from the reference."""
         reference = self.reference
         for side, answer in zip(self.sides, answers, strict=True):
             if answer != answers[0]:
-                return f"{side.name} answers {answer} to {kind.name.lower()}, {reference.name} {answers[0]}"
+                return Disagreement(
+                    f"{side.name} answers {answer} to {kind.name.lower()}, {reference.name} {answers[0]}",
+                    self.seq,
+                    side.target,
+                )
         pending = False
         for pool in self.numbers:
             expected = reference.figures(pool)
@@ -270,13 +279,15 @@ class Program:
             for side in self.sides[1:]:
                 for figure, value in side.figures(pool).items():
                     if value != expected[figure]:
-                        return (
+                        return Disagreement(
                             f"after {kind.name.lower()}, {figure} of pool {pool!r} is {value} on {side.name}, "
-                            f"{expected[figure]} on {reference.name}"
+                            f"{expected[figure]} on {reference.name}",
+                            self.seq,
+                            side.target,
                         )
         self.counts["states with pages pending"] += pending
         self.counts["calls behind a shut gate"] += not reference.gate_open
-        return ""
+        return None
 
 
 def _ids(ids: Sequence[int]) -> torch.Tensor:

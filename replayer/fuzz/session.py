@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 from collections import Counter
@@ -14,8 +15,8 @@ from types import TracebackType
 from allocator import STRATEGIES
 from replayer.errors import UsageError
 from replayer.fuzz.program import Program
-from replayer.fuzz.shapes import Setting
-from replayer.fuzz.sides import Disagreement
+from replayer.fuzz.shapes import CHAINS, Setting
+from replayer.fuzz.sides import Disagreement, Side
 from replayer.targets import TargetOptions
 from replayer.targets_sglang import sglang_version
 
@@ -26,11 +27,17 @@ CALLS = 60
 
 @dataclass(frozen=True)
 class Find:
-    """A disagreement, shrunk, and the trace that shows it."""
+    """A disagreement, shrunk, the trace that shows it, and the ``replay`` command that does so."""
 
     message: str
     trace: Path
-    seed: int
+    command: str
+
+
+def require_hypothesis() -> None:
+    """Raise UsageError where Hypothesis, which chooses the calls, is not installed."""
+    if importlib.util.find_spec("hypothesis") is None:
+        raise UsageError("fuzz needs Hypothesis, which is not installed here: pip install 'kvtape[fuzz]'")
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,20 @@ class Session:
             name = f"SGLang {version}"
             self._targets.insert(0, (name, TargetOptions("sglang", kv="stamp")))
             self.how = f"kvtape fuzz --seed {options.seed}, answers of {name}'s allocator classes"
+        self.own_names = [name for name, target in self._targets if target.allocator != "sglang"]
+        self.reference_name = self._targets[0][0] if self.with_sglang else "the oracle"
+        self._begin, self._round = monotonic(), 0
+        # Before the first program: whether there are such allocators at all.
+        header = Setting(CHAINS[0], 1, True, 1, 20).header(self.how)
+        for name, target in self._targets:
+            Side(name, header, target)
         self._folder = tempfile.TemporaryDirectory(prefix="kvtape-fuzz-")
         self._found: tuple[Disagreement, Path] | None = None
-        self._round = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the session began."""
+        return monotonic() - self._begin
 
     def __enter__(self) -> Session:
         return self
@@ -93,6 +111,7 @@ class Session:
     # -- one program, called by the machine
 
     def begin(self, setting: Setting) -> Program:
+        self.counts[f"chain {setting.chain.name}"] += 1
         return Program(Path(self._folder.name) / "program.msgpack.zst", setting, self._targets, self.how)
 
     def finish(self, program: Program) -> None:
@@ -127,13 +146,16 @@ class Session:
 
     def run(self) -> None:
         """Rounds until the time is over or one has found something; a find ends the session once it is shrunk."""
-        from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+        from hypothesis import HealthCheck, Phase, Verbosity, configuration, seed, settings
         from hypothesis.errors import Flaky
         from hypothesis.stateful import run_state_machine_as_test
 
         from replayer.fuzz.machine import machine_for
 
         options = self.options
+        configuration.set_hypothesis_home_dir(
+            self._folder.name
+        )  # it keeps notes, and not in the folder somebody happens to be in
         chosen = settings(
             max_examples=options.programs,
             stateful_step_count=options.calls,
@@ -146,9 +168,8 @@ class Session:
             verbosity=Verbosity.quiet,
             print_blob=False,
         )
-        begin = monotonic()
         while options.rounds is None or self._round < options.rounds:
-            if monotonic() - begin >= options.minutes * 60:
+            if self.seconds >= options.minutes * 60:
                 return
             machine = seed(options.seed * 1_000_003 + self._round)(machine_for(self))
             try:
@@ -167,8 +188,14 @@ class Session:
         self.options.out.mkdir(parents=True, exist_ok=True)
         kept = _free_name(self.options.out, self.options.seed)
         shutil.copyfile(trace, kept)
-        flaky = "" if error is disagreement or isinstance(error, Disagreement) else " (not every time: flaky)"
-        self.finds.append(Find(f"{disagreement}{flaky}", kept, self.options.seed))
+        flaky = (
+            "" if isinstance(error, Disagreement) else " (not every time: the allocator is not deterministic)"
+        )
+        target = disagreement.target or self._targets[-1][1]
+        command = (
+            f"replay --check-every event --allocator {target.allocator} --strategy {target.strategy} {kept}"
+        )
+        self.finds.append(Find(f"{disagreement}{flaky}", kept, command))
 
 
 def _free_name(folder: Path, seed: int) -> Path:

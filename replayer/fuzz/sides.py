@@ -14,10 +14,14 @@ from replayer.targets import TargetOptions, build_pools
 
 @dataclass
 class Disagreement(AssertionError):
-    """What a program found. ``seq``: the event after which it shows; an AssertionError, so that Hypothesis shrinks it."""
+    """What a program found; an AssertionError, so that Hypothesis shrinks it.
+
+    ``seq``: the event after which it shows, -1 if none. ``target``: the allocator that a replay shows it on.
+    """
 
     message: str
     seq: int = -1
+    target: TargetOptions | None = None
 
     exit_code: ClassVar[int] = 1
 
@@ -54,7 +58,7 @@ class Side:
     """Allocators of one kind over one buffer, wired as the header says. ``name`` is what a disagreement calls it."""
 
     def __init__(self, name: str, header: Header, target: TargetOptions) -> None:
-        self.name = name
+        self.name, self.target = name, target
         self.moves = MoveCount()
         self.states: dict[str, PoolState] = build_pools(header, target, self.moves)
         self.pools: dict[str, Any] = {name: state.allocator for name, state in self.states.items()}
