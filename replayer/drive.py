@@ -22,6 +22,7 @@ from replayer.forward_events import ForwardEvents
 from replayer.hazards import Hazards, ReplayEvent
 from replayer.oracle import Growth, TraceContradiction
 from replayer.pool_state import PoolState
+from replayer.transfer_events import TransferEvents
 
 if TYPE_CHECKING:
     from replayer.checks import Checks
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 SIDES = ("low", "high")
 
 
-class Driver(ForwardEvents):
+class Driver(ForwardEvents, TransferEvents):
     """State of one replay while it runs.
 
     Args:
@@ -61,8 +62,10 @@ class Driver(ForwardEvents):
         self._asked: list[ReplayEvent] = []
         self._group: dict[str, list[IntArray] | None] = {}
         self._handlers: dict[int, Callable[[PoolState, int], None]] = {
-            int(kind): getattr(self, "_" + kind.name.lower()) for kind in EventKind
+            int(kind): getattr(self, "_" + kind.name.lower(), self._of_a_composite) for kind in EventKind
         }
+        if hazards.leases_shut_gates:
+            self._install_gates(self.by_number)
 
     # -- one chunk, one event
 
@@ -111,6 +114,9 @@ class Driver(ForwardEvents):
             if each is not None:
                 each()
         return True
+
+    def _of_a_composite(self, state: PoolState, index: int) -> None:
+        raise TraceContradiction("it is a call on a composite, and this trace has sub-pools only")
 
     def _flush_after_event(self) -> None:
         try:
@@ -320,18 +326,29 @@ class Driver(ForwardEvents):
             raise TraceContradiction(
                 f"{self._value[index]} tokens are no multiple of the page size {state.page_size}"
             )
+        if self.checks is not None:
+            self.checks.before_alloc(state)
         result = self._call("alloc_physical", state.allocator.alloc_physical, self._value[index])
+        if result is None:
+            self.refused += 1
         if self.checks is not None:
             self._judge_log()
-            self.checks.reserved(state, self._value[index], None if result is None else result.cpu().numpy())
+            tokens = None if result is None else result.cpu().numpy()
+            known = self.ids.identity and self._result_kind[index] in (1, 2)
+            self.checks.reserved(state, self._value[index], tokens, self._ids(3, index), comparable=known)
 
     def _release_physical(self, state: PoolState, index: int, method: str) -> None:
         tokens = self._must(0, index)
-        if self.checks is not None:
-            self.checks.before_release_physical(state, tokens, reserved_only=method.startswith("cancel"))
+        if self.checks is None:
+            self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
+            self.hazards.log.clear()
+            return
+        released = self.checks.before_release_physical(
+            state, tokens, reserved_only=method.startswith("cancel")
+        )
         self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
-        if self.checks is not None:
-            self._judge_log()
+        self._judge_log()
+        self.checks.released(state, *released)
 
     def _free_physical(self, state: PoolState, index: int) -> None:
         self._release_physical(state, index, "free_physical")

@@ -9,7 +9,7 @@ import torch
 
 from recorder.trace import PoolHeader
 from replayer.content import IntArray, KVStore
-from replayer.oracle import PoolOracle
+from replayer.oracle import PageRecords, PoolOracle
 
 
 class PoolState:
@@ -17,7 +17,8 @@ class PoolState:
 
     ``placed_virtual`` (by physical page) and ``placed_physical`` (by virtual page) are the placement as last verified from calls and
     moves; they are compared with the allocator's tables, row by row where something changed and whole in sweeps.
-    ``held_by``: number of the forward that may still read a place, by physical page. ``leased``: leases on a place.
+    ``held_by``: number of the forward that may still read a place, by physical page. ``leased``: leases on a place. ``arrived``: what
+    a load or a transfer has brought to reserved places, for the pages that will be bound to them.
     """
 
     def __init__(self, number: int, header: PoolHeader, allocator: Any, store: KVStore) -> None:
@@ -44,8 +45,14 @@ class PoolState:
         self.reserved = np.zeros(self.num_pages + 1, dtype=np.bool_)
         self.reserved_count = 0
         self.last_forward = -1
-        #: ``alloc_physical`` was called: SGLang forbids moves from then until a load is queued, which a trace does not tell.
-        self.had_reservations = False
+        #: Pages of ``alloc_physical`` since a load was queued last, less those cancelled: nothing moves until there are none.
+        self.awaiting_load = 0
+        self.arrived: dict[int, PageRecords] = {}
+
+    def arrive(self, places: IntArray, records: PageRecords) -> None:
+        """Contents came to reserved places that have no page yet."""
+        for row, place in enumerate(places.tolist()):
+            self.arrived[place] = records.kept(np.array([row]))
 
     # -- tables, on the host
 

@@ -86,9 +86,9 @@ def check_gate(state: PoolState, hazards: Hazards) -> None:
     Raises:
         CheckFailure: C9.
     """
-    expected = not hazards.gate_open.get(state.name, True)
+    expected = not hazards.may_move(state.name) or state.awaiting_load > 0
     found = state.allocator.moves_blocked()
-    if found != expected and not state.had_reservations and (state.lazy or state.is_float):
+    if found != expected and (state.lazy or state.is_float):
         raise CheckFailure(
             "C9", "moves_blocked() is not what the gate says", state.name, [], str(expected), str(found)
         )
@@ -111,7 +111,7 @@ def check_flushed(state: PoolState, *, urgent: bool, moves: int, hazards: Hazard
             f"{moves} moves",
         )
     holes = state.holes()
-    if not holes or not hazards.gate_open.get(state.name, True) or state.had_reservations:
+    if not holes or not hazards.may_move(state.name) or state.awaiting_load:
         return
     if urgent:
         raise CheckFailure(

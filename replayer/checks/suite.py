@@ -34,11 +34,12 @@ from replayer.checks.partition import (
     sweep_partition,
 )
 from replayer.checks.recorded import check_state
+from replayer.checks.reservations import Reservations
 from replayer.content import IntArray
 from replayer.failure import CHECKS, CheckFailure
 from replayer.hazards import Hazards
 from replayer.ids import owner_of
-from replayer.oracle import Growth, TraceContradiction, shown
+from replayer.oracle import Growth, shown
 from replayer.pool_state import PoolState
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class CheckOptions:
     first: int = 0
 
 
-class Checks:
+class Checks(Reservations):
     def __init__(
         self,
         pools: dict[str, PoolState],
@@ -75,7 +76,8 @@ class Checks:
         total_bytes: int,
         probe: Probe | None,
     ) -> None:
-        self.pools, self.hazards, self.options = pools, hazards, options
+        super().__init__(hazards)
+        self.pools, self.options = pools, options
         self.total_bytes, self.probe = total_bytes, probe
         self.chain: Sequence[PoolState] = sorted(
             pools.values(), key=lambda state: _DIRECTIONS.get(state.allocator.grow_direction, 2)
@@ -90,7 +92,6 @@ class Checks:
         self._flushes_seen = 0
         self._flushes_probed = 0
         self._promised = 0
-        self._handing_over: dict[str, IntArray] = {}
         self._since_check = 0
         self._states_compared = 0
         self._inputs_checked: Capacities = ()
@@ -249,101 +250,6 @@ class Checks:
             check_inside(state, physical)
             check_frontiers(self.chain, self.total_bytes)
             self.hold(C5=1)
-
-    def before_bind(self, state: PoolState, pages: IntArray, physical: IntArray) -> None:
-        loose = (state.placed_virtual[physical] < 0) & ~state.reserved[physical]
-        if loose.any():
-            raise TraceContradiction(
-                f"bind names physical pages {shown(physical[loose])} that are neither live nor reserved"
-            )
-        if state.oracle.live[pages].any():
-            raise TraceContradiction(
-                f"bind names virtual pages {shown(pages[state.oracle.live[pages]])} that are live"
-            )
-
-    def bound(self, state: PoolState, pages: IntArray, physical: IntArray) -> None:
-        """``bind``: reserved places get their ids, or places change owner (an ``unbind`` of the old one follows)."""
-        old = state.placed_virtual[physical]
-        fresh = old < 0
-        if fresh.any():
-            state.reserved[physical[fresh]] = False
-            state.reserved_count -= int(fresh.sum())
-            state.oracle.start_pages(pages[fresh], state.page_size)
-        state.oracle.hand_over(pages[~fresh], old[~fresh])
-        state.placed_virtual[physical] = pages
-        state.placed_physical[pages] = physical
-        if (~fresh).any():
-            self._handing_over[state.name] = old[~fresh]
-        if fresh.any():
-            write_new(state, pages[fresh], np.empty(0, dtype=np.int64))
-        if self.on("C1"):
-            check_rows(state, pages)
-
-    def before_unbind(self, state: PoolState, pages: IntArray) -> None:
-        waiting = self._handing_over.get(state.name, np.empty(0, dtype=np.int64))
-        if not np.array_equal(np.sort(waiting), np.sort(pages)):
-            raise TraceContradiction(
-                f"unbind names virtual pages {shown(pages)}, but {shown(waiting)} gave their places away"
-            )
-
-    def unbound(self, state: PoolState, pages: IntArray) -> None:
-        self._handing_over.pop(state.name, None)
-        state.placed_physical[pages] = -1
-        rows = state.rows("virtual_to_physical", pages)
-        if (rows != -1).any():
-            self._fail(
-                CheckFailure(
-                    "C1",
-                    f"unbound virtual page(s) {shown(pages)} are still mapped",
-                    state.name,
-                    pages.tolist(),
-                )
-            )
-        self.hold(C1=len(pages))
-
-    def reserved(self, state: PoolState, need: int, tokens: IntArray | None) -> None:
-        """``alloc_physical``: places without ids."""
-        if tokens is None:
-            return
-        physical = tokens[:: state.page_size] // state.page_size
-        if len(tokens) != need or ((state.placed_virtual[physical] >= 0) | state.reserved[physical]).any():
-            self._fail(
-                CheckFailure(
-                    "C2", f"reserved physical page(s) {shown(physical)}: not {need} free tokens", state.name
-                )
-            )
-        self.hazards.judge_handed_out(state, physical)
-        state.reserved[physical] = True
-        state.reserved_count += len(physical)
-        state.had_reservations = True
-
-    def before_release_physical(self, state: PoolState, tokens: IntArray, *, reserved_only: bool) -> None:
-        """``free_physical`` and ``cancel_physical_reservation``: whole taken places, each once."""
-        size = state.page_size
-        physical = tokens[::size] // size
-        inside = (physical > 0) & (physical < state.num_pages)
-        whole = len(tokens) == len(physical) * size and np.array_equal(
-            tokens, (physical[:, None] * size + np.arange(size)).reshape(-1)
-        )
-        if not whole or not inside.all() or len(np.unique(physical)) != len(physical):
-            raise TraceContradiction(
-                f"physical tokens {shown(tokens)} of pool {state.name!r} are not whole pages, each once"
-            )
-        taken = state.reserved[physical]
-        if not reserved_only and not state.header.is_id_owner:
-            # Where a pool owns its ids, a page with an id is freed by that id, or the id would be lost.
-            taken = taken | (state.placed_virtual[physical] >= 0)
-        if not taken.all():
-            raise TraceContradiction(
-                f"physical pages {shown(physical[~taken])} of pool {state.name!r} are not reserved"
-            )
-        virtual = state.placed_virtual[physical]
-        bound = virtual >= 0
-        state.reserved_count -= int(state.reserved[physical].sum())
-        state.reserved[physical] = False
-        state.oracle.end_pages(virtual[bound])
-        state.placed_physical[virtual[bound]] = -1
-        state.placed_virtual[physical] = -1
 
     def before_free(self, state: PoolState, pages: IntArray) -> None:
         """The last chance to look at what these pages hold."""
