@@ -92,8 +92,8 @@ class OverlapsByAPage(MultiEndedAllocator):
 class TakesTheSink(MultiEndedAllocator):
     """Pages at the low end, where padding is written, are handed out."""
 
-    def _index_room(self) -> int:
-        return super()._index_room() + self.min_page_index
+    def _make_sure_of(self, num_pages: int) -> bool:
+        return True
 
     def _extend_watermark(self, num_pages: int) -> bool:
         first, self.min_page_index = self.min_page_index, 0
@@ -270,11 +270,11 @@ MUTANTS = [
     Mutant(DecodesIntoANewPage, "C13", 1, scenes.decodes),
     Mutant(LeavesTheTailPage, "C13", 2, scenes.decodes),
     Mutant(DoesNotZero, "C6", 2, scenes.reuses_a_page, row="F11"),
-    Mutant(ZeroesByVirtualId, "C6", 1, scenes.allocates),
+    Mutant(ZeroesByVirtualId, "C6", 1, scenes.allocates_much),
     Mutant(KeepsTakenHoles, "C4", 2, scenes.takes_holes),
     Mutant(DoesNotCountWhatItTakes, "C4", 2, scenes.takes_holes),
-    Mutant(TakesFreshPagesFirst, "C15", 2, scenes.allocates_again),
-    Mutant(TakesHighestHole, "C15", 2, scenes.allocates_again),
-    Mutant(BindsANeighboursPage, "C1", 1, scenes.binds_shared_ids),
+    Mutant(TakesFreshPagesFirst, "C15", 2, scenes.allocates_into_holes),
+    Mutant(TakesHighestHole, "C15", 0, scenes.allocates_into_holes),
+    Mutant(BindsANeighboursPage, "C1", 0, scenes.binds_shared_ids),
     Mutant(AnswersAView, "C13", 2, scenes.allocates, row="F22"),
 ]

@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(KeepsFreedMapping, "C1", 1, scenes.frees),
     Mutant(KeepsFreedInverse, "C1", 1, scenes.frees),
     Mutant(ReleasesEachToken, "C3", 1, scenes.frees_some_tokens_of_a_page, row="F15"),
-    Mutant(FreesTheNeighbourPage, "C1", 1, scenes.frees_some_tokens_of_a_page),
+    Mutant(FreesTheNeighbourPage, "C3", 1, scenes.frees_some_tokens_of_a_page),
     Mutant(DropsTheLastPage, "C1", 1, scenes.frees_a_segment),
     Mutant(StartsAPageLate, "C1", 1, scenes.frees_a_segment),
     Mutant(GroupForgetsSegments, "C1", 4, scenes.frees_in_a_group),

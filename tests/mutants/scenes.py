@@ -12,7 +12,7 @@ from tests.scenario import PoolShape
 PAGED = (PoolShape("full", "down", page_size=4), PoolShape("swa", "up", page_size=4, layer_num=2))
 SHARED = (PoolShape("full", "down"), PoolShape("swa", "up", layer_num=2, owner="full"))
 EAGER = (PoolShape("full", "down", lazy=False), PoolShape("swa", "up", layer_num=2, lazy=False))
-ALONE = (PoolShape("full", "down", layer_num=2), PoolShape("tiny", "up", head_dim=4))
+ALONE = (PoolShape("full", "down"),)
 FLOATING = (PoolShape("full", "down"), PoolShape("mid", "float", layer_num=2), PoolShape("mamba", "up", kind="mamba", layer_num=2))
 
 # -- flush
@@ -52,6 +52,41 @@ def retreats_up(s: Tape) -> None:
     s.free("swa", [ids[3], *ids[6:]])  # abc.ef..|
     assert s.flush("swa") == 1  # abcfe|
     s.free("swa", ids[:3])
+
+
+@scene()
+def gives_back_down(s: Tape) -> None:
+    ids = s.alloc("full", 8)
+    assert ids
+    s.free("full", ids[:3])  # |...defgh
+    assert s.flush("full") == 0  # |defgh
+    s.alloc("full", 2)
+
+
+@scene()
+def gives_back_up(s: Tape) -> None:
+    ids = s.alloc("swa", 8)
+    assert ids
+    s.free("swa", ids[5:])  # abcde...|
+    assert s.flush("swa") == 0  # abcde|
+    s.alloc("swa", 2)
+
+
+@scene()
+def cursors_meet(s: Tape) -> None:
+    ids = s.alloc("swa", 9)
+    assert ids
+    s.free("swa", [ids[2], ids[7]])  # ab.defg.i|
+    assert s.flush("swa") == 1  # abidefg|.. with holes behind
+    s.free("swa", ids[:2])
+
+
+@scene()
+def drains_in_part(s: Tape) -> None:
+    ids = s.alloc("full", 8)
+    assert ids
+    s.free("full", [ids[1], ids[6], ids[7]])  # |a.cdef..
+    assert s.flush("full", urgent=True) == 2  # of three pages next to the watermark two are live
 
 
 @scene()
@@ -289,6 +324,22 @@ def allocates(s: Tape) -> None:
     s.alloc("full", 2)
 
 
+@scene()
+def allocates_much(s: Tape) -> None:
+    s.alloc("full", 40)
+    s.alloc("full", 10)
+
+
+@scene(results=True)
+def allocates_into_holes(s: Tape) -> None:
+    ids = s.alloc("full", 20)
+    assert ids
+    s.state()
+    s.free("full", ids[4:9])
+    s.alloc("full", 3)  # 2: the highest of the holes
+    s.state()
+
+
 @scene(results=True)
 def allocates_again(s: Tape) -> None:
     ids = s.alloc("full", 60)
@@ -357,7 +408,7 @@ def up_meets_down(s: Tape) -> None:
     s.alloc("swa", 1)  # 2: refused
 
 
-@scene(shapes=ALONE)
+@scene(shapes=ALONE, total_bytes=64 * 32)
 def fills_the_buffer(s: Tape) -> None:
     s.alloc("full", s.pools["full"].available_size())
     s.alloc("full", 1)  # 1: the low end is for padding
@@ -564,7 +615,8 @@ def float_empties(s: Tape) -> None:
     assert mid
     s.free("mid", mid[3:5])  # 1
     s.free("mid", mid[:3])
-    s.free("mid", mid[5:])  # 3: empty; its neighbours look through
+    s.flush("mid")  # 3
+    s.free("mid", mid[5:])  # 4: empty; its neighbours look through
     s.alloc("full", s.pools["full"].available_size())
     s.flush("full")
 
@@ -573,8 +625,9 @@ def float_empties(s: Tape) -> None:
 def float_grows(s: Tape) -> None:
     s.alloc("full", 10)
     s.alloc("mid", 4)
-    s.alloc("mid", s.pools["mid"].available_size())  # 2
-    s.alloc("mid", 1)  # 3: refused, or the float would have to move
+    s.alloc("mid", s.pools["mid"].available_size())  # 2: up to one neighbour
+    s.alloc("mid", s.pools["mid"].available_size())  # 3: and to the other
+    s.alloc("mid", 1)  # 4: refused
 
 
 @scene(shapes=FLOATING, total_bytes=64 * 96, results=True)
