@@ -195,6 +195,8 @@ class Caller:
                 for entry in log:
                     if entry[0] == "finished":
                         self.hazards.judge_finished(entry[1])
+                    elif entry[0] == "copied":
+                        entry[1].judged = True
                     else:
                         self._judge_move(*entry[1:])
         finally:

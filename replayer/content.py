@@ -112,6 +112,14 @@ class KVStore(ABC):
     def differing(self, physical_pages: IntArray, words: Words) -> Mask:
         """Where pages do not hold these stamps: bool ``[n, page_size]``."""
 
+    @abstractmethod
+    def read_raw(self, physical_pages: IntArray) -> Any:
+        """Whatever the store keeps of whole pages, copied to the host: an array or tensor with a row a page."""
+
+    @abstractmethod
+    def write_raw(self, physical_pages: IntArray, content: Any) -> None:
+        """Put back what `read_raw` gave."""
+
     def found_words(self, physical_pages: IntArray) -> Words | None:
         """The stamps on pages, uint64 ``[n, page_size]``; None where bytes cannot be read back as stamps."""
         return None
@@ -169,6 +177,12 @@ class StampStore(KVStore):
             return self._on_host[physical_pages]
         return self.words[self._to_device(physical_pages)].cpu().numpy().view(np.uint64)
 
+    def read_raw(self, physical_pages: IntArray) -> Any:
+        return self.found_words(physical_pages).copy()
+
+    def write_raw(self, physical_pages: IntArray, content: Any) -> None:
+        self.write_pages(physical_pages, content)
+
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.words.device)
 
@@ -213,6 +227,12 @@ class ByteStore(KVStore):
         grown = self._grow(words.reshape(-1)).view(found.shape)
         mask: Mask = (found != grown).view(*words.shape, -1).any(-1).numpy()
         return mask
+
+    def read_raw(self, physical_pages: IntArray) -> Any:
+        return self._pages[torch.from_numpy(physical_pages).to(self._pages.device)].cpu()
+
+    def write_raw(self, physical_pages: IntArray, content: Any) -> None:
+        self._pages[torch.from_numpy(physical_pages).to(self._pages.device)] = content.to(self._pages.device)
 
 
 class ZeroingByteStore(_ZeroOnHandOut, ByteStore):

@@ -22,6 +22,7 @@ from replayer.forward_events import ForwardEvents
 from replayer.hazards import Hazards, ReplayEvent
 from replayer.oracle import Growth, TraceContradiction
 from replayer.pool_state import PoolState
+from replayer.transfer_events import TransferEvents
 
 if TYPE_CHECKING:
     from replayer.checks import Checks
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 SIDES = ("low", "high")
 
 
-class Driver(ForwardEvents):
+class Driver(ForwardEvents, TransferEvents):
     """State of one replay while it runs.
 
     Args:
@@ -62,8 +63,10 @@ class Driver(ForwardEvents):
         self._group: dict[str, list[IntArray] | None] = {}
         self._group_segments: dict[str, list[IntArray]] = {}
         self._handlers: dict[int, Callable[[PoolState, int], None]] = {
-            int(kind): getattr(self, "_" + kind.name.lower()) for kind in EventKind
+            int(kind): getattr(self, "_" + kind.name.lower(), self._of_a_composite) for kind in EventKind
         }
+        if hazards.leases_shut_gates:
+            self._install_gates(self.by_number)
 
     # -- one chunk, one event
 
@@ -112,6 +115,9 @@ class Driver(ForwardEvents):
             if each is not None:
                 each()
         return True
+
+    def _of_a_composite(self, state: PoolState, index: int) -> None:
+        raise TraceContradiction("it is a call on a composite, and this trace has sub-pools only")
 
     def _flush_after_event(self) -> None:
         try:
@@ -246,12 +252,13 @@ class Driver(ForwardEvents):
         recorded = self._ids(3, index)
         known = self._result_kind[index]
         self.checks.alloc_answered(state, need, tokens, recorded, known, identity=self.ids.identity)
-        if tokens is None:
+        if tokens is None or result is None:
             return
         if not self.ids.identity and recorded is not None:
             self.ids.learn(state, recorded, tokens)
         grown = growth(tokens)
         self.checks.new_pages(state, grown)
+        self.checks.answered(self.seq, state, result, tokens)
 
     def _alloc_with_virtual(self, state: PoolState, index: int) -> None:
         self._require_guest(state, "alloc_with_virtual")
@@ -321,18 +328,29 @@ class Driver(ForwardEvents):
             raise TraceContradiction(
                 f"{self._value[index]} tokens are no multiple of the page size {state.page_size}"
             )
+        if self.checks is not None:
+            self.checks.before_alloc(state)
         result = self._call("alloc_physical", state.allocator.alloc_physical, self._value[index])
+        if result is None:
+            self.refused += 1
         if self.checks is not None:
             self._judge_log()
-            self.checks.reserved(state, self._value[index], None if result is None else result.cpu().numpy())
+            tokens = None if result is None else result.cpu().numpy()
+            known = self.ids.identity and self._result_kind[index] in (1, 2)
+            self.checks.reserved(state, self._value[index], tokens, self._ids(3, index), comparable=known)
 
     def _release_physical(self, state: PoolState, index: int, method: str) -> None:
         tokens = self._must(0, index)
-        if self.checks is not None:
-            self.checks.before_release_physical(state, tokens, reserved_only=method.startswith("cancel"))
+        if self.checks is None:
+            self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
+            self.hazards.log.clear()
+            return
+        released = self.checks.before_release_physical(
+            state, tokens, reserved_only=method.startswith("cancel")
+        )
         self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
-        if self.checks is not None:
-            self._judge_log()
+        self._judge_log()
+        self.checks.released(state, *released)
 
     def _free_physical(self, state: PoolState, index: int) -> None:
         self._release_physical(state, index, "free_physical")
@@ -360,8 +378,19 @@ class Driver(ForwardEvents):
             token_tensor = self._on_device(self._tensor(0, index))
         else:
             token_tensor = self._on_device(torch.from_numpy(self.ids.tokens(state, tokens)))
-        self._call("free", state.allocator.free, token_tensor, **arguments)
+        self._call_free("free", state.allocator.free, token_tensor, **arguments)
         self._freed(state, own)
+
+    def _call_free(
+        self, name: str, free: Callable[..., Any], tokens: torch.Tensor, **arguments: Any
+    ) -> None:
+        """Free ids in a tensor that is overwritten afterwards, as an engine may do with its own: what is queued must be a copy."""
+        if self.checks is None:
+            self._call(name, free, tokens, **arguments)
+            return
+        tokens = tokens.clone()
+        self._call(name, free, tokens, **arguments)
+        tokens.fill_(-1)
 
     def _free_segment(self, state: PoolState, index: int) -> None:
         tokens, start = self._must(0, index), self._value[index]
@@ -375,7 +404,7 @@ class Driver(ForwardEvents):
         tensor = (
             self._tensor(0, index) if self.ids.identity else torch.from_numpy(self.ids.tokens(state, tokens))
         )
-        self._call("free_segment", state.allocator.free_segment, self._on_device(tensor), start_pos=start)
+        self._call_free("free_segment", state.allocator.free_segment, self._on_device(tensor), start_pos=start)
         self._freed(state, own)
 
     def _freeing(self, state: PoolState, recorded_pages: IntArray) -> IntArray:
@@ -398,6 +427,7 @@ class Driver(ForwardEvents):
             return
         if self._group.get(state.name) is not None:
             self._judge_log()
+            self.checks.queued(state, pages)
             return
         if segments is None or state.lazy or len(segments) == len(pages):
             self.checks.freed(state, pages)
@@ -432,8 +462,10 @@ class Driver(ForwardEvents):
         urgent = bool(self._value[index])
         method = state.allocator.flush_for_allocation if urgent else state.allocator.flush_opportunistic
         before = self.moves.moved_pages(state.name)
+        if self.checks is not None:
+            self.checks.before_flush(state)
         result = self._moved_by("flush", state, index, method)
-        if self.checks is not None and state.lazy:
+        if self.checks is not None:
             self.checks.flushed(state, urgent, result, self.moves.moved_pages(state.name) - before)
 
     def _side(self, state: PoolState, index: int) -> str:
@@ -444,14 +476,20 @@ class Driver(ForwardEvents):
         return SIDES[self._value[index]]
 
     def _make_room(self, state: PoolState, index: int) -> None:
-        side = self._side(state, index)
-        self._moved_by(
-            "make_room", state, index, state.allocator.make_room, side=side, min_bytes=self._value2[index]
+        side, min_bytes = self._side(state, index), self._value2[index]
+        if self.checks is not None:
+            self.checks.before_make_room(state, side, min_bytes)
+        answer = self._moved_by(
+            "make_room", state, index, state.allocator.make_room, side=side, min_bytes=min_bytes
         )
+        if self.checks is not None:
+            self.checks.made_room(state, side, min_bytes, answer)
 
     def _compact_holes(self, state: PoolState, index: int) -> None:
         side = self._side(state, index)
         self._moved_by("compact_holes", state, index, state.allocator.compact_holes, retreat_side=side)
+        if self.checks is not None:
+            self.checks.holes_compacted(state)
 
     def _moved_by(
         self, name: str, state: PoolState, index: int, method: Callable[..., int], **arguments: Any

@@ -1,8 +1,9 @@
-"""Events that are not about ids: forwards, gates, leases, and the end of everything in a pool."""
+"""Events that are not about ids: forwards, gates, and the end of everything in a pool."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -85,19 +86,15 @@ class ForwardEvents(EventArguments):
         states = self.by_number if self.chunk.pool[index] < 0 else [state]
         for each in states:
             self.hazards.gate_open[each.name] = is_open
+        self._install_gates(states)
+        if self.checks is not None:
+            self.checks.gate_turned()
+
+    def _install_gates(self, states: Sequence[PoolState]) -> None:
+        """The engine's gate, which is asked at every call, for pools that have none yet."""
+        for each in states:
             if each.allocator.disagg_move_gate is None and (each.lazy or each.is_float):
-                each.allocator.disagg_move_gate = lambda name=each.name: self.hazards.gate_open.get(
-                    name, True
-                )
-
-    def _lease_begin(self, state: PoolState, index: int) -> None:
-        pages = self._must(0, index)
-        if len(pages) and not 0 < pages.min() <= pages.max() < state.num_pages:
-            raise TraceContradiction(f"a lease names physical pages outside pool {state.name!r}")
-        self.hazards.begin_lease(self._value[index], state, pages)
-
-    def _lease_end(self, state: PoolState, index: int) -> None:
-        self.hazards.end_lease(self._value[index])
+                each.allocator.disagg_move_gate = lambda name=each.name: self.hazards.may_move(name)
 
     def _clear(self, state: PoolState, index: int) -> None:
         states = self.by_number if self.chunk.pool[index] < 0 else [state]

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from replayer.content import IntArray, Words
 from replayer.failure import CHECKS, CheckFailure
+from replayer.host_copies import HostCopies
+from replayer.leases import Leases
 from replayer.oracle import shown
 
 if TYPE_CHECKING:
@@ -72,14 +74,8 @@ class _Reader:
     words: Words
 
 
-@dataclass
-class _Lease:
-    state: PoolState
-    physical_pages: IntArray
-
-
 class Hazards:
-    """All running forwards and leases of a replay.
+    """All running forwards, copies and leases of a replay.
 
     Contents follow at once (a forward's writes land inside the call that waited for it); judging follows after the call, from the log,
     so that a page moved *before* the wait is told from one moved after.
@@ -92,9 +88,15 @@ class Hazards:
         self._writers: dict[str, list[_Writer]] = {}
         self._readers: list[_Reader] = []
         self._latest: dict[str, int] = {}
-        self._leases: dict[int, list[_Lease]] = {}
+        self._latest_events: dict[str, ReplayEvent] = {}
+        #: Goes up with whatever changes which forwards run and what they write.
+        self.epoch = 0
         self.read_failures: list[CheckFailure] = []
+        self.leases = Leases()
+        self.copies = HostCopies(self.log, self._read_failed)
         self.gate_open: dict[str, bool] = {}
+        #: The engine's gate is shut while any lease is open, whatever pool it is on, and the trace does not repeat that.
+        self.leases_shut_gates = False
         #: Places filled by a move or handed out while a forward that was to write them, before they were freed, had not finished.
         self.filled_under_a_write = 0
         #: Entered around writes of our own that happen inside an allocator's call, so that they are not taken for its own.
@@ -106,10 +108,16 @@ class Hazards:
 
     def set_latest(self, pool: str, event: ReplayEvent | None) -> None:
         self._latest[pool] = -1 if event is None else event.number
+        self.epoch += 1
+        if event is None:
+            self._latest_events.pop(pool, None)
+        else:
+            self._latest_events[pool] = event
 
     def begin_writing(self, state: PoolState, event: ReplayEvent, tokens: IntArray | None) -> None:
         """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool. The allocator keeps one slot,
         so the forward before it is taken to be over as far as its writes go: the engine must see to that."""
+        self.epoch += 1
         writers = self._writers.setdefault(state.name, [])
         for writer in writers:
             if not writer.landed:
@@ -147,17 +155,33 @@ class Hazards:
                 self._readers.remove(reader)
                 self._compare_read(reader)
 
-    def begin_lease(self, number: int, state: PoolState, physical_pages: IntArray) -> None:
-        self._leases.setdefault(number, []).append(_Lease(state, physical_pages))
-        state.leased[physical_pages] += 1
+    def may_move(self, pool: str) -> bool:
+        """Whether the engine lets the allocator move pages of this pool now: what its gate answers."""
+        return self.gate_open.get(pool, True) and not (self.leases_shut_gates and self.leases)
 
-    def end_lease(self, number: int) -> None:
-        for lease in self._leases.pop(number, []):
-            lease.state.leased[lease.physical_pages] -= 1
+    def judge_transfer_target(self, state: PoolState, places: IntArray) -> None:
+        """Places are written from outside from now on. A stream orders a forward before its next owner's writes, but not before a
+        transfer's: a page of a finished request that the next step still writes is no target (vllm-project/vllm#45357).
+
+        Raises:
+            CheckFailure: C7.
+        """
+        for writer in self._writers.get(state.name, ()):
+            hit = np.intersect1d(places, writer.physical_pages())
+            if writer.number > self._judged_through and len(hit):
+                self._fail(
+                    "C7",
+                    state,
+                    hit,
+                    f"pages that unfinished forward {writer.number} writes were made the target of a transfer",
+                )
 
     def forget(self, state: PoolState) -> None:
         """The pool was cleared."""
+        self.leases.forget(state)
+        self.copies.forget(state)
         self._latest.pop(state.name, None)
+        self._latest_events.pop(state.name, None)
         self._writers.pop(state.name, None)
         self._readers = [reader for reader in self._readers if reader.state is not state]
 
@@ -169,12 +193,21 @@ class Hazards:
         Raises:
             CheckFailure: C7, C8 or C9.
         """
-        if not self.gate_open.get(state.name, True):
+        if not self.may_move(state.name):
             self._fail("C9", state, src_pages, "pages were moved while a move gate is shut")
+        if state.awaiting_load:
+            self._fail(
+                "C9",
+                state,
+                src_pages,
+                "pages were moved while places reserved for a load wait for it to be queued",
+            )
         both = np.concatenate([src_pages, dst_pages])
         if state.leased[both].any():
             leased = both[state.leased[both] > 0]
             self._fail("C9", state, leased, "leased pages were moved or filled before their lease ended")
+        self._judge_copies(state, src_pages, "moved")
+        self._judge_from_outside(state, dst_pages, "moved into")
         for writer in self._writers.get(state.name, ()):
             if writer.number <= self._judged_through:
                 continue
@@ -212,6 +245,7 @@ class Hazards:
             CheckFailure: C8 or C9.
         """
         self._judge_overwritten(state, physical_pages, "handed out")
+        self._judge_from_outside(state, physical_pages, "handed out")
         if state.leased[physical_pages].any():
             self._fail(
                 "C9", state, physical_pages[state.leased[physical_pages] > 0], "leased pages were handed out"
@@ -220,11 +254,60 @@ class Hazards:
             if writer.number > self._judged_through:
                 self.filled_under_a_write += len(np.intersect1d(physical_pages, writer.physical_pages()))
 
+    def _judge_copies(self, state: PoolState, places: IntArray, what: str) -> None:
+        for copy in self.copies.unfinished(state):
+            hit = np.intersect1d(places, copy.hold.places)
+            if len(hit):
+                uses = "writes" if copy.is_load else "reads"
+                self._fail(
+                    "C7" if copy.is_load else "C8",
+                    state,
+                    hit,
+                    f"pages that unfinished {copy.name} {uses} were {what}",
+                )
+
+    def _judge_from_outside(self, state: PoolState, places: IntArray, what: str) -> None:
+        """Places that get new contents, against what copies and leases use: in this pool, and where another pool's bytes were left."""
+        self._judge_copies(state, places, what)
+        lease = self.leases.overwritten(state, places)
+        if lease is not None:
+            self._fail(
+                "C9",
+                state,
+                places,
+                f"bytes of pool {lease.state.name!r} under lease {lease.number} were {what}",
+            )
+        copy = self.copies.overwritten(state, places)
+        if copy is not None:
+            self._fail(
+                "C7" if copy.is_load else "C8", state, places,
+                f"bytes of pool {copy.hold.state.name!r} that unfinished {copy.name} uses were {what}",
+            )  # fmt: skip
+
     def judge_finished(self, number: int) -> None:
         if number > self._judged_through:
             self._judged_through = number
+            self.epoch += 1
             for writers in self._writers.values():
                 writers[:] = [writer for writer in writers if writer.number > number]
+
+    @property
+    def judged_through(self) -> int:
+        """Forwards up to this one are over, as far as judging has come."""
+        return self._judged_through
+
+    def unfinished_reader(self, pool: str) -> ReplayEvent | None:
+        """The event of the forward launched last in this pool, None if that is over."""
+        event = self._latest_events.get(pool)
+        return None if event is None or event.number <= self._judged_through else event
+
+    def places_to_be_written(self, state: PoolState) -> set[int]:
+        """Places where tokens that unfinished forwards were launched to write are now."""
+        places: set[int] = set()
+        for writer in self._writers.get(state.name, ()):
+            if writer.number > self._judged_through:
+                places.update(state.placed_physical[writer.pages].tolist())
+        return places
 
     def nothing_runs(self, pool: str) -> bool:
         """Whether no forward can hold pages of this pool."""
@@ -277,7 +360,7 @@ class Hazards:
         contents[np.arange(len(pages)), physical_offsets] = expected
         wrong = state.store.differing(physical_pages, contents)[np.arange(len(pages)), physical_offsets]
         if wrong.any():
-            self.read_failures.append(
+            self._read_failed(
                 CheckFailure(
                     "C8",
                     f"forward {reader.number} read other bytes than it was launched for, at physical page(s) "
@@ -286,3 +369,7 @@ class Hazards:
                     [int(page) for page in np.unique(pages[wrong])],
                 )
             )
+
+    def _read_failed(self, failure: CheckFailure) -> None:
+        if failure.check in self.enabled:
+            self.read_failures.append(failure)

@@ -5,11 +5,13 @@ Written without looking at an allocator: it knows ids, generations and contents,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from replayer.content import IntArray, Words, offset_words, page_words, written_words
+from replayer.content import IntArray, Mask, Words, offset_words, page_words, written_words
 
 
 class TraceContradiction(Exception):
@@ -28,6 +30,42 @@ class Growth:
     new_pages: IntArray
     whole_pages: IntArray
     loose_tokens: IntArray
+
+
+@dataclass
+class PageRecords:
+    """What some pages hold, apart from the pages: stamps of offset 0, uint64 ``[n]``; tokens written, int64 ``[n]``; times a forward
+    has written each token, uint8 ``[n, page_size]``."""
+
+    words: Words
+    filled: IntArray
+    times_written: npt.NDArray[np.uint8]
+
+    def kept(self, rows: IntArray | Mask) -> PageRecords:
+        return PageRecords(self.words[rows], self.filled[rows], self.times_written[rows])
+
+    def replaced(self, rows: Mask, others: PageRecords) -> PageRecords:
+        """These, with the rows where ``rows`` is true taken from ``others``."""
+        return PageRecords(
+            np.where(rows, others.words, self.words),
+            np.where(rows, others.filled, self.filled),
+            np.where(rows[:, None], others.times_written, self.times_written),
+        )
+
+    @staticmethod
+    def joined(records: Sequence[PageRecords], page_size: int) -> PageRecords:
+        """Records end to end."""
+        nothing = PageRecords(
+            np.empty(0, dtype=np.uint64),
+            np.empty(0, dtype=np.int64),
+            np.empty((0, page_size), dtype=np.uint8),
+        )
+        parts = (nothing, *records)
+        return PageRecords(
+            np.concatenate([part.words for part in parts]),
+            np.concatenate([part.filled for part in parts]),
+            np.concatenate([part.times_written for part in parts]),
+        )
 
 
 class PoolOracle:
@@ -95,7 +133,25 @@ class PoolOracle:
         self.times_written[pages, offsets] += 1
         return self.words_of(pages, offsets)
 
+    def adopt(self, pages: IntArray, records: PageRecords) -> None:
+        """Pages that live hold from now on what was recorded of others: their bytes came back from the host, or from a transfer."""
+        self._words[pages] = records.words
+        self.filled[pages] = records.filled
+        self.times_written[pages] = records.times_written
+
     # -- expectations
+
+    def records_of(self, pages: IntArray) -> PageRecords:
+        """What pages hold now."""
+        return PageRecords(
+            self._words[pages].copy(), self.filled[pages].copy(), self.times_written[pages].copy()
+        )
+
+    def contents_of(self, records: PageRecords) -> Words:
+        """Stamps of whole recorded pages, uint64 ``[n, page_size]``; tokens not there are 0."""
+        words: Words = records.words[:, None] + self._offsets + written_words(records.times_written)
+        words[np.arange(self.page_size) >= records.filled[:, None]] = 0
+        return words
 
     def words_of(self, pages: IntArray, offsets: IntArray) -> Words:
         """Stamps of single tokens: uint64 ``[n]``."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from recorder.trace import PoolHeader
 from replayer.content import IntArray, KVStore
-from replayer.oracle import PoolOracle
+from replayer.oracle import PageRecords, PoolOracle
+
+if TYPE_CHECKING:
+    from replayer.hazards import ReplayEvent
 
 
 class PoolState:
@@ -17,7 +20,8 @@ class PoolState:
 
     ``placed_virtual`` (by physical page) and ``placed_physical`` (by virtual page) are the placement as last verified from calls and
     moves; they are compared with the allocator's tables, row by row where something changed and whole in sweeps.
-    ``held_by``: number of the forward that may still read a place, by physical page. ``leased``: leases on a place.
+    ``held_by``: number of the forward that may still read a place, by physical page. ``leased``: leases on a place. ``arrived``: what
+    a load or a transfer has brought to reserved places, for the pages that will be bound to them.
     """
 
     def __init__(self, number: int, header: PoolHeader, allocator: Any, store: KVStore) -> None:
@@ -44,8 +48,21 @@ class PoolState:
         self.reserved = np.zeros(self.num_pages + 1, dtype=np.bool_)
         self.reserved_count = 0
         self.last_forward = -1
-        #: ``alloc_physical`` was called: SGLang forbids moves from then until a load is queued, which a trace does not tell.
-        self.had_reservations = False
+        #: Pages of ``alloc_physical`` since a load was queued last, less those cancelled: nothing moves until there are none.
+        self.awaiting_load = 0
+        self.arrived: dict[int, PageRecords] = {}
+        #: Pages moved away while a forward had not finished: its event, and how many. See `replayer.checks.held_back`.
+        self.held_back: list[tuple[ReplayEvent, int]] = []
+        #: Counts what calls have changed about pages; after which of these, and which forwards, a flush was looked at last.
+        self.changes = 0
+        self.flush_seen: tuple[int, int] | None = None
+        #: The band when it was looked at last.
+        self.last_band: tuple[int, int] | None = None
+
+    def arrive(self, places: IntArray, records: PageRecords) -> None:
+        """Contents came to reserved places that have no page yet."""
+        for row, place in enumerate(places.tolist()):
+            self.arrived[place] = records.kept(np.array([row]))
 
     # -- tables, on the host
 

@@ -164,6 +164,7 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
             checks.compares_recorded = (
                 ids == "recorded" and not options.flush_every and not options.flush_when_short
             )
+        hazards.leases_shut_gates = header.settings.get("move_gate") == "leases"
         driver = Driver(
             pools, hazards, moves, checks=checks, ledger=ledger, ids=ids,
             flush_every=options.flush_every, flush_when_short=options.flush_when_short,
@@ -227,7 +228,7 @@ def _drive(
         return
     _note_peaks(driver, outcome)
     try:
-        checks.sweep(driver.seq)
+        checks.everything(driver.seq)
     except CheckFailure as failure:
         failure.seq, failure.call = driver.seq, failure.call or "sweep after the last event"
         raise

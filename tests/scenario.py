@@ -83,6 +83,17 @@ def header_for(shapes: Sequence[PoolShape], total_bytes: int, move_cap: int = 40
 TWO_ENDS = (PoolShape("full", "down"), PoolShape("swa", "up", layer_num=2))
 
 
+class _Copied:
+    """The done event of a copy to or from the host, which is over when the scenario says so."""
+
+    fired = False
+
+    def query(self) -> bool:
+        return self.fired
+
+    def wait(self) -> None: ...
+
+
 class _Silent:
     def moved(self, pool: str, dst_pages: torch.Tensor, src_pages: torch.Tensor) -> None: ...
 
@@ -100,8 +111,11 @@ class Scenario:
         move_cap: int = 4096,
         results: bool = True,
         force: bool = False,
+        leases_shut_gates: bool = False,
     ) -> None:
         self.header = header_for(shapes, total_bytes, move_cap)
+        if leases_shut_gates:
+            self.header.settings["move_gate"] = "leases"
         self.path = path
         self.writer = TraceWriter(path, self.header, force=force)
         states = build_pools(self.header, TargetOptions(kv="stamp"), _Silent())
@@ -111,6 +125,10 @@ class Scenario:
         self.hazards = Hazards()
         self.events: dict[int, ReplayEvent] = {}
         self.gate_open = True
+        self.open_leases: set[tuple[int, str]] = set()
+        self.copies: dict[tuple[int, str], _Copied] = {}
+        if leases_shut_gates:
+            self._install_gates()
         self.seq = -1
 
     def write(self, kind: EventKind, pool: str | None, result: Any = UNSET, **arguments: Any) -> None:
@@ -204,15 +222,94 @@ class Scenario:
 
     def move_gate(self, *, is_open: bool) -> None:
         self.gate_open = is_open
-        for made in self.pools.values():
-            made.disagg_move_gate = lambda: self.gate_open
+        self._install_gates()
         self.write(EventKind.MOVE_GATE, None, value=int(is_open))
 
-    def lease_begin(self, number: int, pool: str, physical_pages: Sequence[int]) -> None:
-        self.write(EventKind.LEASE_BEGIN, pool, value=number, list0=list(physical_pages))
+    def _install_gates(self) -> None:
+        leases = self.header.settings.get("move_gate") == "leases"
+        for made in self.pools.values():
+            made.disagg_move_gate = lambda: self.gate_open and not (leases and self.open_leases)
+
+    # -- places used from outside
+
+    def lease_begin(
+        self,
+        number: int,
+        pool: str,
+        physical_pages: Sequence[int],
+        virtual_pages: Sequence[int] | None = None,
+    ) -> None:
+        """Somebody outside uses these places until `lease_end`. ``virtual_pages`` says whose they are, -1 for reserved ones."""
+        self.open_leases.add((number, pool))
+        self.write(
+            EventKind.LEASE_BEGIN, pool, value=number, list0=list(physical_pages),
+            list1=None if virtual_pages is None else list(virtual_pages),
+        )  # fmt: skip
+
+    def export(self, number: int, pool: str, tokens: Sequence[int]) -> list[int]:
+        """Lease the pages of these token ids, as an engine does that hands them to a transfer; their places."""
+        pages = pages_of(tokens, self.pools[pool].page_size)
+        places = [self.place_of(pool, page) for page in pages]
+        self.lease_begin(number, pool, places, pages)
+        return places
 
     def lease_end(self, number: int, pool: str) -> None:
+        self.open_leases.discard((number, pool))
         self.write(EventKind.LEASE_END, pool, value=number)
+
+    def backup(self, number: int, pool: str, tokens: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Queue a copy of the pages of these token ids to the host, in ascending order of pages; `copy_done` ends it."""
+        pages = pages_of(tokens, self.pools[pool].page_size)
+        places = [self.place_of(pool, page) for page in pages]
+        self._begin_copy(EventKind.BACKUP_BEGIN, number, pool, places, host_slots, pages)
+
+    def load_back(self, number: int, pool: str, tokens: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Queue a copy from the host into the pages of these token ids, which are live."""
+        pages = pages_of(tokens, self.pools[pool].page_size)
+        places = [self.place_of(pool, page) for page in pages]
+        self._begin_copy(EventKind.LOAD_BACK_BEGIN, number, pool, places, host_slots, pages)
+
+    def load_back_places(
+        self, number: int, pool: str, physical_pages: Sequence[int], host_slots: Sequence[int]
+    ) -> None:
+        """Queue a copy from the host into reserved places (`alloc_physical`)."""
+        self._begin_copy(EventKind.LOAD_BACK_BEGIN, number, pool, physical_pages, host_slots, None)
+
+    def _begin_copy(
+        self, kind: EventKind, number: int, pool: str, places: Sequence[int], host_slots: Sequence[int],
+        pages: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        event = self.copies[number, pool] = _Copied()
+        what = "load" if kind == EventKind.LOAD_BACK_BEGIN else "backup"
+        self.pools[pool].set_hicache_transfer_done_event((pool, number, what), event)
+        self.write(kind, pool, value=number, list0=list(places), list1=list(host_slots), list2=pages)
+
+    def copy_done(self, number: int, pool: str | None = None) -> None:
+        """A copy is over; without a pool, those of this number in all pools."""
+        for (other, name), event in self.copies.items():
+            if other == number and pool in (None, name):
+                event.fired = True
+        self.write(EventKind.HOST_COPY_DONE, pool, value=number)
+
+    def host_free(self, pool: str, host_slots: Sequence[int]) -> None:
+        self.write(EventKind.HOST_FREE, pool, list0=list(host_slots))
+
+    def alloc_physical(self, pool: str, need_size: int) -> list[int] | None:
+        result = self.pools[pool].alloc_physical(need_size)
+        self.write(EventKind.ALLOC_PHYSICAL, pool, result, value=need_size)
+        return None if result is None else result.tolist()
+
+    def free_physical(self, pool: str, tokens: Sequence[int]) -> None:
+        self.pools[pool].free_physical(torch.tensor(list(tokens), dtype=torch.int64))
+        self.write(EventKind.FREE_PHYSICAL, pool, list0=list(tokens))
+
+    def cancel_physical(self, pool: str, tokens: Sequence[int]) -> None:
+        self.pools[pool].cancel_physical_reservation(torch.tensor(list(tokens), dtype=torch.int64))
+        self.write(EventKind.CANCEL_PHYSICAL, pool, list0=list(tokens))
+
+    def bind(self, pool: str, pages: Sequence[int], physical_pages: Sequence[int]) -> None:
+        self.pools[pool].bind(torch.tensor(list(pages)), torch.tensor(list(physical_pages)))
+        self.write(EventKind.BIND, pool, list0=list(pages), list1=list(physical_pages))
 
     def place_of(self, pool: str, page: int) -> int:
         return int(self.pools[pool].virtual_to_physical[page])

@@ -22,15 +22,17 @@ from .finish import finish_partial
 from .header import Header, PoolHeader, Provenance
 from .limits import FORMAT_MAJOR, FORMAT_MINOR
 from .reader import Footer, Recovery, TraceReader
-from .schema import NONE, SCHEMA, EventKind, KindSchema, MarkCode, ResultKind
+from .schema import COMPOSITE, NONE, SCHEMA, SUB_POOL, EventKind, KindSchema, MarkCode, ResultKind
 from .states import StateBatch, StateRow
 from .writer import UNSET, TraceWriter
 
 __all__ = [
+    "COMPOSITE",
     "FORMAT_MAJOR",
     "FORMAT_MINOR",
     "NONE",
     "SCHEMA",
+    "SUB_POOL",
     "UNSET",
     "Chunk",
     "DamagedTrace",

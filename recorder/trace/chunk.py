@@ -324,7 +324,12 @@ def _groups(body: dict[str, Any], header: Header, first: int) -> list[tuple[int,
                 f"the chunk from event {first} on holds {EventKind(kind).name} events of pool {pool}; "
                 f"the header has {len(header.pools)} pools"
             )
-        if pool < 0 and SCHEMA[EventKind(kind)].needs_pool:
+        if not SCHEMA[EventKind(kind)].occurs_at(header.level):
+            raise ImpossibleEvent(
+                f"the chunk from event {first} on holds {EventKind(kind).name} events, which a trace of level "
+                f"{header.level} has not"
+            )
+        if pool < 0 and SCHEMA[EventKind(kind)].needs_pool_at(header.level):
             raise ImpossibleEvent(
                 f"the chunk from event {first} on holds {EventKind(kind).name} events of no pool"
             )

@@ -121,7 +121,7 @@ def _encode_streams(
         item["lists"] = encoder.encode(
             Stream(kind, pool, slot, at),
             ragged,
-            page_size=page_sizes[pool] if pool != NONE else 1,
+            page_size=_page_size(page_sizes, pool),
             event_values=values[at],
             copy_from=_sources(numbers, key),
             derive_from=_relatives(numbers, key, page_sizes),
@@ -129,6 +129,11 @@ def _encode_streams(
         numbers[key] = len(streams)
         streams.append(item)
     return streams
+
+
+def _page_size(page_sizes: Sequence[int], pool: int) -> int:
+    """Tokens per page of a pool; of no pool (a composite, whose token pools have one size) the largest there is."""
+    return max(page_sizes, default=1) if pool == NONE else page_sizes[pool]
 
 
 def _sources(numbers: dict[tuple[int, int, int], int], key: tuple[int, int, int]) -> list[int]:
@@ -156,5 +161,5 @@ def _relatives(
     if slot == RESULT_SLOT and kind == EventKind.ALLOC_DECODE and last_loc is not None:
         return [(last_loc, 1, 1)]
     if slot == 1 and kind == EventKind.FREE and freed is not None:
-        return [(freed, page_sizes[pool], 0)]
+        return [(freed, _page_size(page_sizes, pool), 0)]
     return []

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from .errors import DamagedTrace, NewerTrace, NotATrace
 from .limits import FORMAT_MAJOR, FORMAT_MINOR, MAX_POOLS
+from .schema import LEVELS, SUB_POOL
 
 POOL_KINDS: Final = ("mha", "mla", "mamba", "tokens")
 GROW_DIRECTIONS: Final = ("up", "down", "float", "none")
@@ -71,7 +72,7 @@ class Header:
     rank: dict[str, Any] = field(default_factory=dict)
     clock_unit: str = "us"
     drop_policy: str = "none"
-    level: str = "sub_pool"
+    level: str = SUB_POOL
     extra: dict[str, Any] = field(default_factory=dict)
 
     def pool_index(self, name: str) -> int:
@@ -150,6 +151,18 @@ def _map(body: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
+def _level(body: dict[str, Any], version: tuple[int, int]) -> str:
+    level = _text(body, "level", SUB_POOL)
+    if level in LEVELS:
+        return level
+    if version[1] > FORMAT_MINOR:
+        raise NewerTrace(
+            f"the trace's calls are of the level {level[:40]!r}, which this kvtape (format {FORMAT_MAJOR}.{FORMAT_MINOR}) does "
+            f"not know: a kvtape that knows format {version[0]}.{version[1]} is needed"
+        )
+    raise DamagedTrace(f"the header's level is {level[:40]!r}, none of {', '.join(LEVELS)}")
+
+
 def _unknown(
     body: dict[str, Any], record: type[PoolHeader] | type[Provenance] | type[Header]
 ) -> dict[str, Any]:
@@ -204,7 +217,7 @@ def header_from_map(body: dict[str, Any]) -> Header:
         rank=_map(body, "rank"),
         clock_unit=_text(body, "clock_unit", "us"),
         drop_policy=_text(body, "drop_policy", "none"),
-        level=_text(body, "level", "sub_pool"),
+        level=_level(body, version),
         provenance=Provenance(
             kind=_text(origin, "kind", ""),
             how=_text(origin, "how", ""),

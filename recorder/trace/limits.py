@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 FORMAT_MAJOR: Final = 1
-FORMAT_MINOR: Final = 1
+FORMAT_MINOR: Final = 2
 
 DEFAULT_CHUNK_EVENTS: Final = 8192
 MAX_CHUNK_EVENTS: Final = 65536

@@ -39,7 +39,17 @@ from .limits import (
     MAX_STATE_FIGURES,
 )
 from .locks import lock
-from .schema import ARGUMENT_SLOTS, NONE, QUERY_SLOT, RESULT_SLOT, SCHEMA, EventKind, KindSchema, ResultKind
+from .schema import (
+    ARGUMENT_SLOTS,
+    LEVELS,
+    NONE,
+    QUERY_SLOT,
+    RESULT_SLOT,
+    SCHEMA,
+    EventKind,
+    KindSchema,
+    ResultKind,
+)
 from .states import DIGEST_BYTES, StateRow, encode_states
 
 Ids: TypeAlias = "npt.NDArray[Any] | Sequence[int]"
@@ -68,11 +78,11 @@ class _Rules:
 
     __slots__ = ("choices", "kind", "lowest_pool", "needs_value", "number", "schema", "shapes")
 
-    def __init__(self, kind: EventKind, schema: KindSchema) -> None:
+    def __init__(self, kind: EventKind, schema: KindSchema, level: str) -> None:
         self.kind = kind
         self.schema = schema
         self.number = int(kind)
-        self.lowest_pool = 0 if schema.needs_pool else NONE
+        self.lowest_pool = 0 if schema.needs_pool_at(level) else NONE
         self.choices = schema.choices
         self.needs_value = schema.needs_value
         self.shapes = frozenset(
@@ -120,7 +130,21 @@ def _shape(slots: int, result: int) -> int:
     return slots | result << (QUERY_SLOT + 1)
 
 
-_RULES: Final = {int(kind): _Rules(kind, schema) for kind, schema in SCHEMA.items()}
+_RULES: Final = {
+    level: {
+        int(kind): _Rules(kind, schema, level) for kind, schema in SCHEMA.items() if schema.occurs_at(level)
+    }
+    for level in LEVELS
+}
+
+
+def _no_such_kind(writer: TraceWriter, kind: EventKind | int) -> Exception:
+    if kind not in SCHEMA:
+        return ValueError(f"{kind} is no event kind")
+    level = writer.header.level
+    return ImpossibleEvent(
+        f"event {writer.events} ({EventKind(kind).name}) is none of a trace of level {level}"
+    )
 
 
 def partial_path(path: Path) -> Path:
@@ -164,6 +188,7 @@ class TraceWriter:
         self._compressor = new_compressor(level)
         self._page_sizes = [pool.page_size for pool in header.pools]
         self.pool_count = len(header.pools)
+        self._rules = _RULES[header.level]
         self._identity = header.uuid
         self._buffer = EventBuffer()
         self._names: dict[int, str] = {}
@@ -220,9 +245,9 @@ class TraceWriter:
         """
         if self._file is None:
             self._open_file()
-        rules = _RULES.get(kind)
+        rules = self._rules.get(kind)
         if rules is None:
-            raise ValueError(f"{kind} is no event kind")
+            raise _no_such_kind(self, kind)
         slots = size = 0
         if list0 is not None:
             ids0 = cast("Int64Array", list0) if trusted else _ids(list0)

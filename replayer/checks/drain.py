@@ -51,6 +51,8 @@ def _finish_forwards(driver: Driver) -> None:
         driver.hazards.finished_through(event.number)
     for name in driver.pools:
         driver.hazards.gate_open[name] = True
+    driver.hazards.leases.drop()
+    driver.hazards.copies.finish_all()
     driver._judge_log()
     for state in driver.by_number:
         state.allocator.set_latest_forward_done_event(None)
@@ -108,7 +110,10 @@ def _free_all(driver: Driver, checks: Checks, state: PoolState) -> None:
             (reserved[:, None] * state.page_size + np.arange(state.page_size)).reshape(-1)
         )
         checks.before_release_physical(state, tokens.numpy(), reserved_only=True)
-        driver._call("drain", state.allocator.cancel_physical_reservation, tokens.to(driver.device))
+        waiting = state.awaiting_load >= len(reserved)
+        release = "cancel_physical_reservation" if waiting else "free_physical"
+        driver._call("drain", getattr(state.allocator, release), tokens.to(driver.device))
+        state.awaiting_load -= len(reserved) if waiting else 0
     pages = state.oracle.live_pages()
     if not len(pages):
         return
@@ -120,7 +125,7 @@ def _free_all(driver: Driver, checks: Checks, state: PoolState) -> None:
 
 def _require_empty(state: PoolState) -> None:
     low, high = state.band()
-    if high - low != state.reserved_count and not state.had_reservations:
+    if high - low != state.reserved_count and not state.awaiting_load:
         raise CheckFailure(
             "C12",
             "everything is freed and no forward runs, yet the band is not empty",

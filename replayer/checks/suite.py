@@ -16,33 +16,41 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recorder.trace import StateRow
+from replayer.checks.answers import Answers
 from replayer.checks.capacity import (
     Capacities,
     check_capacity,
-    check_flushed,
     check_gate,
     check_remembered,
     inputs_of,
 )
 from replayer.checks.contents import check_contents, sweep_contents, write_new
+from replayer.checks.held_back import already_over, check_held_back, check_returned, note_moved
 from replayer.checks.mapping import check_places, check_rows, check_sink, check_translation, sweep_tables
 from replayer.checks.partition import (
     check_counts,
+    check_free_ids,
     check_frontiers,
+    check_given_up,
     check_inside,
     check_reported,
     sweep_free_ids,
     sweep_partition,
 )
+from replayer.checks.progress import check_eager, check_flushed
 from replayer.checks.recorded import check_state
+from replayer.checks.reservations import Reservations
+from replayer.checks.room import check_borders, check_made_room, check_packed, check_refused, could_open
 from replayer.content import IntArray
 from replayer.failure import CHECKS, CheckFailure
-from replayer.hazards import Hazards
+from replayer.hazards import Hazards, ReplayEvent
 from replayer.ids import owner_of
-from replayer.oracle import Growth, TraceContradiction, shown
+from replayer.oracle import Growth, shown
 from replayer.pool_state import PoolState
 
 if TYPE_CHECKING:
+    import torch
+
     from replayer.calling import FlushRecord
     from replayer.logprob import Probe
 
@@ -67,7 +75,7 @@ class CheckOptions:
     first: int = 0
 
 
-class Checks:
+class Checks(Reservations):
     def __init__(
         self,
         pools: dict[str, PoolState],
@@ -76,7 +84,8 @@ class Checks:
         total_bytes: int,
         probe: Probe | None,
     ) -> None:
-        self.pools, self.hazards, self.options = pools, hazards, options
+        super().__init__(hazards)
+        self.pools, self.options = pools, options
         self.total_bytes, self.probe = total_bytes, probe
         self.chain: Sequence[PoolState] = sorted(
             pools.values(), key=lambda state: _DIRECTIONS.get(state.allocator.grow_direction, 2)
@@ -91,12 +100,16 @@ class Checks:
         self._flushes_seen = 0
         self._flushes_probed = 0
         self._promised = 0
-        self._handing_over: dict[str, IntArray] = {}
         self._leaving: dict[str, IntArray] = {}
         self._since_check = 0
         self._states_compared = 0
         self._inputs_checked: Capacities = ()
         self._sizes: list[tuple[int, int]] = []
+        self._over: list[ReplayEvent] = []
+        self._judged_before: int | None = None
+        self._could_open = False
+        self._left: IntArray = np.empty(0, dtype=np.int64)
+        self._answers = Answers()
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
 
         self._sweep_every = options.sweep_every or (1 if options.every == 1 else SWEEP_EVERY)
@@ -139,6 +152,8 @@ class Checks:
             raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
                                [int(page) for page in state.placed_virtual[places] if page > 0])  # fmt: skip
         self.hazards.judge_moves(state, src_pages, dst_pages)
+        note_moved(state, self.hazards.unfinished_reader(state.name), len(src_pages))
+        state.changes += 1
         self.hold(C7=len(src_pages), C8=len(dst_pages), C9=1)
         state.placed_virtual[src_pages] = -1
         state.placed_virtual[dst_pages] = virtual
@@ -179,6 +194,8 @@ class Checks:
             if need <= self._promised and need // state.page_size <= ids_left:
                 self._fail(CheckFailure("C10", f"refused {need} tokens", state.name, [], "served",
                                         f"None, though {self._promised} were promised before the call"))  # fmt: skip
+            if self.on("C12") and need // state.page_size <= ids_left:
+                check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
             if known == 2 and not identity:
                 self._fail(
                     CheckFailure(
@@ -209,14 +226,79 @@ class Checks:
                 )
         self.hold(C15=1)
 
+    def gate_turned(self) -> None:
+        """C9 and C10 again: a gate, or a lease that shuts one, turned, and no call told the allocators."""
+        for at, state in enumerate(self.chain):
+            if self.on("C9"):
+                check_gate(state, self.hazards)
+            if self.on("C10"):
+                check_capacity(self.chain, at, self.total_bytes)
+        self.hold(C9=len(self.chain), C10=len(self.chain))
+
+    def before_flush(self, state: PoolState) -> None:
+        """What is known to be over before the call."""
+        self._over = already_over(state)
+        self._judged_before = self.hazards.judged_through
+
     def flushed(self, state: PoolState, urgent: bool, result: int, moved: int) -> None:
         """A flush event, whatever the allocator made of it: it tells the moves it made, and it packs (C12)."""
+        if state.is_float:
+            self._check_pool(state)
+            if self.on("C12"):
+                check_borders(state)
+                self.hold(C12=1)
+            return
+        if not state.lazy:
+            return
+        if result != moved and self.on("C1"):
+            sweep_tables(state)  # if pages were remapped whose bytes were not moved, that is what is wrong
+        self._check_pool(state)
         if result != moved:
             self._fail(CheckFailure("C4", "a flush returned another number than it moved", state.name, [], f"{moved} pages moved",
                                     f"returned {result}"))  # fmt: skip
+        try:
+            check_flushed(
+                state, urgent=urgent, moves=moved, hazards=self.hazards, judged_before=self._judged_before
+            )
+            check_returned(state, self._over, self.hazards, urgent=urgent)
+        except CheckFailure as failure:
+            self._fail(failure)
+        self.hold(C12=1)
+
+    def before_make_room(self, state: PoolState, side: str, min_bytes: int) -> None:
+        """Whether the float could open so much, and may."""
+        self._could_open = self.hazards.may_move(state.name) and not state.allocator.moves_blocked() and could_open(
+            self.chain, self.chain.index(state), side, min_bytes, self.total_bytes
+        )  # fmt: skip
+
+    def made_room(self, state: PoolState, side: str, min_bytes: int, answer: int) -> None:
+        self._check_pool(state)
+        try:
+            check_made_room(
+                self.chain, self.chain.index(state), side=side, min_bytes=min_bytes, answer=answer,
+                could=self._could_open, total_bytes=self.total_bytes,
+            )  # fmt: skip
+        except CheckFailure as failure:
+            self._fail(failure)
+        self.hold(C10=1, C12=1)
+
+    def holes_compacted(self, state: PoolState) -> None:
+        self._check_pool(state)
         if self.on("C12"):
-            check_flushed(state, urgent=urgent, moves=moved, hazards=self.hazards)
+            check_packed(state, self.hazards)
             self.hold(C12=1)
+
+    def answered(self, seq: int, state: PoolState, tensor: torch.Tensor, tokens: IntArray) -> None:
+        """An alloc answered ``tensor``; what was answered before is as it was (C13)."""
+        if self.on("C13"):
+            self._answers.note(seq, state, tensor, tokens)
+            self.hold(C13=1)
+
+    def queued(self, state: PoolState, pages: IntArray) -> None:
+        """A free inside a group frees nothing yet."""
+        if self.on("C1"):
+            check_rows(state, pages)
+            self.hold(C1=len(pages))
 
     def recorded_number(self, state: PoolState, name: str, found: int, expected: int) -> None:
         if not self.compares_recorded:
@@ -239,10 +321,14 @@ class Checks:
 
     def place(self, state: PoolState, pages: IntArray) -> None:
         physical = state.rows("virtual_to_physical", pages)
-        inside = (physical >= state.min_page_index) & (physical < state.num_pages)
-        if not inside.all():
-            raise CheckFailure("C1", f"handed out virtual page(s) {shown(pages[~inside])} without a place", state.name,
-                               pages[~inside].tolist(), "a physical page", shown(physical[~inside]))  # fmt: skip
+        if (physical < 0).any():
+            without = pages[physical < 0]
+            raise CheckFailure("C1", f"handed out virtual page(s) {shown(without)} without a place", state.name,
+                               without.tolist(), "a physical page", "-1")  # fmt: skip
+        outside = (physical < state.min_page_index) | (physical >= state.num_pages)
+        if outside.any():
+            raise CheckFailure("C5", f"handed out physical page(s) {shown(physical[outside])}, outside the pool", state.name,
+                               pages[outside].tolist(), f"{state.min_page_index} to {state.num_pages - 1}")  # fmt: skip
         taken = (state.placed_virtual[physical] >= 0) | state.reserved[physical]
         if taken.any() and self.on("C2"):
             raise CheckFailure("C2", f"handed out physical page(s) {shown(physical[taken])}, which are live", state.name,
@@ -250,6 +336,7 @@ class Checks:
         self.hazards.judge_handed_out(state, physical)
         state.placed_virtual[physical] = pages
         state.placed_physical[pages] = physical
+        state.changes += 1
         if self.on("C1"):
             check_places(state, physical)
             self.hold(C1=len(pages))
@@ -257,101 +344,6 @@ class Checks:
             check_inside(state, physical)
             check_frontiers(self.chain, self.total_bytes)
             self.hold(C5=1)
-
-    def before_bind(self, state: PoolState, pages: IntArray, physical: IntArray) -> None:
-        loose = (state.placed_virtual[physical] < 0) & ~state.reserved[physical]
-        if loose.any():
-            raise TraceContradiction(
-                f"bind names physical pages {shown(physical[loose])} that are neither live nor reserved"
-            )
-        if state.oracle.live[pages].any():
-            raise TraceContradiction(
-                f"bind names virtual pages {shown(pages[state.oracle.live[pages]])} that are live"
-            )
-
-    def bound(self, state: PoolState, pages: IntArray, physical: IntArray) -> None:
-        """``bind``: reserved places get their ids, or places change owner (an ``unbind`` of the old one follows)."""
-        old = state.placed_virtual[physical]
-        fresh = old < 0
-        if fresh.any():
-            state.reserved[physical[fresh]] = False
-            state.reserved_count -= int(fresh.sum())
-            state.oracle.start_pages(pages[fresh], state.page_size)
-        state.oracle.hand_over(pages[~fresh], old[~fresh])
-        state.placed_virtual[physical] = pages
-        state.placed_physical[pages] = physical
-        if (~fresh).any():
-            self._handing_over[state.name] = old[~fresh]
-        if fresh.any():
-            write_new(state, pages[fresh], np.empty(0, dtype=np.int64))
-        if self.on("C1"):
-            check_rows(state, pages)
-
-    def before_unbind(self, state: PoolState, pages: IntArray) -> None:
-        waiting = self._handing_over.get(state.name, np.empty(0, dtype=np.int64))
-        if not np.array_equal(np.sort(waiting), np.sort(pages)):
-            raise TraceContradiction(
-                f"unbind names virtual pages {shown(pages)}, but {shown(waiting)} gave their places away"
-            )
-
-    def unbound(self, state: PoolState, pages: IntArray) -> None:
-        self._handing_over.pop(state.name, None)
-        state.placed_physical[pages] = -1
-        rows = state.rows("virtual_to_physical", pages)
-        if (rows != -1).any():
-            self._fail(
-                CheckFailure(
-                    "C1",
-                    f"unbound virtual page(s) {shown(pages)} are still mapped",
-                    state.name,
-                    pages.tolist(),
-                )
-            )
-        self.hold(C1=len(pages))
-
-    def reserved(self, state: PoolState, need: int, tokens: IntArray | None) -> None:
-        """``alloc_physical``: places without ids."""
-        if tokens is None:
-            return
-        physical = tokens[:: state.page_size] // state.page_size
-        if len(tokens) != need or ((state.placed_virtual[physical] >= 0) | state.reserved[physical]).any():
-            self._fail(
-                CheckFailure(
-                    "C2", f"reserved physical page(s) {shown(physical)}: not {need} free tokens", state.name
-                )
-            )
-        self.hazards.judge_handed_out(state, physical)
-        state.reserved[physical] = True
-        state.reserved_count += len(physical)
-        state.had_reservations = True
-
-    def before_release_physical(self, state: PoolState, tokens: IntArray, *, reserved_only: bool) -> None:
-        """``free_physical`` and ``cancel_physical_reservation``: whole taken places, each once."""
-        size = state.page_size
-        physical = tokens[::size] // size
-        inside = (physical > 0) & (physical < state.num_pages)
-        whole = len(tokens) == len(physical) * size and np.array_equal(
-            tokens, (physical[:, None] * size + np.arange(size)).reshape(-1)
-        )
-        if not whole or not inside.all() or len(np.unique(physical)) != len(physical):
-            raise TraceContradiction(
-                f"physical tokens {shown(tokens)} of pool {state.name!r} are not whole pages, each once"
-            )
-        taken = state.reserved[physical]
-        if not reserved_only and not state.header.is_id_owner:
-            # Where a pool owns its ids, a page with an id is freed by that id, or the id would be lost.
-            taken = taken | (state.placed_virtual[physical] >= 0)
-        if not taken.all():
-            raise TraceContradiction(
-                f"physical pages {shown(physical[~taken])} of pool {state.name!r} are not reserved"
-            )
-        virtual = state.placed_virtual[physical]
-        bound = virtual >= 0
-        state.reserved_count -= int(state.reserved[physical].sum())
-        state.reserved[physical] = False
-        state.oracle.end_pages(virtual[bound])
-        state.placed_physical[virtual[bound]] = -1
-        state.placed_virtual[physical] = -1
 
     def before_free(self, state: PoolState, pages: IntArray) -> None:
         """The last chance to look at what these pages hold."""
@@ -370,10 +362,11 @@ class Checks:
             del self._leaving[state.name]
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
-        physical = state.placed_physical[pages]
+        self._left = state.placed_physical[pages]
         state.placed_physical[pages] = -1
-        state.placed_virtual[physical] = -1
+        state.placed_virtual[self._left] = -1
         state.oracle.end_pages(pages)
+        state.changes += 1
 
     def after_free(self, state: PoolState, pages: IntArray) -> None:
         if self.on("C1"):
@@ -381,6 +374,7 @@ class Checks:
             if (rows != -1).any():
                 raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
                                    pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
+            check_places(state, self._left)
             self.hold(C1=len(pages))
 
     # -- after events
@@ -410,7 +404,7 @@ class Checks:
             self._since_check = 0
             self._check_chain(new_flushes)
         if seq - self.last_sweep >= self._sweep_every:
-            self.sweep(seq)
+            self.everything(seq)
         if seq in self.states:
             self._compare_state(seq)
 
@@ -444,9 +438,8 @@ class Checks:
         self._moved.clear()
         self._vacated.clear()
         for state in self.chain:
-            if self.on("C4") or self.on("C2"):
-                self._try(check_counts, state)
-                self._try(check_reported, state)
+            self._check_pool(state)
+            self._try(check_reported, state)
             if self.on("C9"):
                 check_gate(state, self.hazards)
         self.hold(C2=len(self.chain), C4=len(self.chain), C9=len(self.chain), C10=len(self.chain))
@@ -465,6 +458,16 @@ class Checks:
                 ]
                 self._inputs_checked = inputs
         self._judge_flushes(new_flushes)
+
+    def _check_pool(self, state: PoolState) -> None:
+        """Borders, lists and counts of one pool, causes before consequences; what it costs follows what changed."""
+        self._try(check_eager, state)
+        self._try(check_given_up, state)
+        if not self._handing_over:
+            self._try(check_free_ids, state)
+        self._try(check_counts, state)
+        if self.on("C8"):
+            check_held_back(state, self.hazards)
 
     def _judge_flushes(self, records: list[FlushRecord]) -> None:
         """C12 for the last flush of each pool, the budget for all of them."""
@@ -511,8 +514,13 @@ class Checks:
         if self.on(failure.check):
             raise failure
 
+    def everything(self, seq: int) -> None:
+        """The chain and a sweep, whatever changed and whether anything flushed."""
+        self._check_chain([])
+        self.sweep(seq)
+
     def sweep(self, seq: int) -> None:
-        """Everything, whatever changed."""
+        """Every row, page, id and byte."""
         if self._handing_over:
             return  # between bind and unbind a place has two names
         for state in self.chain:
@@ -528,4 +536,6 @@ class Checks:
                 self.hold(C3=sweep_free_ids(state))
             if self.on("C6"):
                 self.hold(C6=sweep_contents(state))
+        if self.on("C13"):
+            self._answers.sweep()
         self.last_sweep = seq

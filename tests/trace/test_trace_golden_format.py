@@ -2,7 +2,7 @@
 
 `data/format_1_0.msgpack.zst` was written once, when format 1.0 was made, and is never written again; the values it
 must give are beside it. It holds every event kind, every kind of result and every column and list form of the format.
-`data/format_1_1.msgpack.zst` in the same way holds what 1.1 added.
+`data/format_1_1.msgpack.zst` and `data/format_1_2.msgpack.zst` in the same way hold what those versions added.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from trace_tools import frame_maps, read_everything
 
-from recorder.trace import UNSET, EventKind, MarkCode, ResultKind, StateRow, TraceReader
+from recorder.trace import SCHEMA, UNSET, EventKind, MarkCode, ResultKind, StateRow, TraceReader
 
 pytestmark = pytest.mark.cpu
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "format_1_0.msgpack.zst"
-VERSIONS = ("1_0", "1_1")
+VERSIONS = ("1_0", "1_1", "1_2")
+LAST_KIND = {"1_0": EventKind.MARK, "1_1": EventKind.MARK, "1_2": EventKind.HOST_FREE}
 
 
 def golden(version: str) -> tuple[Path, dict[str, Any]]:
@@ -45,7 +46,7 @@ def test_every_event_of_a_released_format_is_as_it_was(version: str) -> None:
         if event["result"] is UNSET:
             event["result"] = {"not_recorded": True}
     assert events == expected["events"]
-    assert {event["kind"] for event in events} == set(EventKind.__members__)
+    assert {event["kind"] for event in events} == {kind.name for kind in EventKind if kind <= LAST_KIND[version]}
     assert states == [StateRow(after, figures(pools)) for after, pools in expected["states"]]
     assert reader.ended == "clean" and reader.footer is not None
     # A key that a version did not have yet reads as "as before".
@@ -97,6 +98,15 @@ def test_the_golden_file_of_format_1_1_holds_what_was_added() -> None:
     names = {name for _, pools in expected["states"] for state in pools.values() for name in state}
     assert {"virtual_to_physical_mix64", "free_virtual_ids_mix64", "virtual_to_physical_blake2b"} <= names
     assert frame_maps(path)[0]["format"] == [1, 1]
+
+
+def test_the_golden_file_of_format_1_2_holds_what_was_added() -> None:
+    path, expected = golden("1_2")
+    assert frame_maps(path)[0]["format"] == [1, 2] and expected["header"]["level"] == "composite"
+    events = expected["events"]
+    on_composite = {event["kind"] for event in events if event["pool"] == -1}
+    assert {kind.name for kind, schema in SCHEMA.items() if schema.composite} <= on_composite
+    assert any(event["kind"] == "LEASE_BEGIN" and event["list1"] for event in events)
 
 
 def test_the_golden_file_holds_every_form_of_the_format(expected: dict[str, Any]) -> None:

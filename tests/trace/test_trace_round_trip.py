@@ -20,6 +20,7 @@ from trace_tools import (
 )
 
 from recorder.trace import (
+    COMPOSITE,
     NONE,
     SCHEMA,
     UNSET,
@@ -60,7 +61,7 @@ def events(draw: st.DrawFn) -> dict[str, Any]:
     kind = draw(st.sampled_from(list(EventKind)))
     schema = SCHEMA[kind]
     event: dict[str, Any] = {"kind": kind, "time_us": draw(st.one_of(st.integers(0, 10**6), INT64))}
-    event["pool"] = draw(st.integers(0 if schema.needs_pool else -1, 1))
+    event["pool"] = draw(st.integers(0 if schema.needs_pool_at(COMPOSITE) else -1, 1))
     event["value"] = draw(
         st.sampled_from(schema.choices) if schema.choices else st.one_of(st.integers(0, 99), INT64)
     )
@@ -91,7 +92,7 @@ def test_any_events_come_back(
     tmp_path_factory: pytest.TempPathFactory, written: list[dict[str, Any]], chunk: int
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "t.msgpack.zst"
-    write_events(path, written, chunk_events=chunk, level=1)
+    write_events(path, written, small_header(level=COMPOSITE), chunk_events=chunk, level=1)
     found, _, reader = read_everything(path)
     assert found == [complete(event) for event in written]
     assert reader.ended == "clean" and reader.recovered is None
