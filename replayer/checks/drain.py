@@ -106,11 +106,10 @@ def _free_all(driver: Driver, checks: Checks, state: PoolState) -> None:
         tokens = torch.from_numpy(
             (reserved[:, None] * state.page_size + np.arange(state.page_size)).reshape(-1)
         )
-        checks.before_release_physical(state, tokens.numpy(), reserved_only=True)
         waiting = state.awaiting_load >= len(reserved)
+        checks.before_release_physical(state, tokens.numpy(), reserved_only=waiting)
         release = "cancel_physical_reservation" if waiting else "free_physical"
         driver._call("drain", getattr(state.allocator, release), tokens.to(driver.device))
-        state.awaiting_load -= len(reserved) if waiting else 0
     pages = state.oracle.live_pages()
     if not len(pages):
         return
