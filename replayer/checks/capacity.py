@@ -64,7 +64,7 @@ def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int) 
         extra_low = _credit(below) if credit else 0
         extra_high = _credit(above) if credit else 0
         if state.is_float:
-            gap_low, gap_high = _float_gaps(state, floor, ceiling)
+            gap_low, gap_high = float_gaps(state, floor, ceiling)
             by_bytes = max(gap_low + extra_low // state.page_bytes, gap_high + extra_high // state.page_bytes)
         elif state.allocator.grow_direction == "up":
             by_bytes = (max(0, ceiling - high * state.page_bytes) + extra_high) // state.page_bytes
@@ -144,7 +144,7 @@ def _credit(neighbour: PoolState | None) -> int:
     return neighbour.holes() * neighbour.page_bytes
 
 
-def _float_gaps(state: PoolState, floor: int, ceiling: int) -> tuple[int, int]:
+def float_gaps(state: PoolState, floor: int, ceiling: int) -> tuple[int, int]:
     first = max(-(-floor // state.page_bytes), state.min_page_index)
     end = min(ceiling // state.page_bytes, state.num_pages)
     low, high = state.band()
