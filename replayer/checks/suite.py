@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 #: Recorded states whose digests are compared, one in so many; the figures are compared in all.
 DIGEST_EVERY = 4
 SWEEP_EVERY = 4096
+#: Table rows and tokens a sweep may look at for each event where the chain is checked after every one, on average: small pools are swept
+#: after every event, large ones as often as this affords. What a sweep finds late is narrowed to its event.
+SWEEP_WORK = 1 << 15
 #: Batches of moves kept for the report of a failure.
 RECENT_MOVES = 256
 _DIRECTIONS = {"up": 0, "float": 1, "down": 2}
@@ -65,7 +68,7 @@ _DIRECTIONS = {"up": 0, "float": 1, "down": 2}
 @dataclass
 class CheckOptions:
     """``every``: events between checks of the whole chain; 0 means after each flush. ``sweep_every``: events between sweeps; by default
-    1 where the chain is checked after every event, else `SWEEP_EVERY`. ``first``: no check before this event."""
+    what `SWEEP_WORK` affords where the chain is checked after every event, else `SWEEP_EVERY`. ``first``: no check before this event."""
 
     enabled: frozenset[str] = field(default_factory=lambda: frozenset(CHECKS))
     every: int = 0
@@ -113,6 +116,8 @@ class Checks(Reservations):
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
 
         self._sweep_every = options.sweep_every or (1 if options.every == 1 else SWEEP_EVERY)
+        self._saves_work = options.every == 1 and options.sweep_every is None
+        self._work = 0
 
     def on(self, check: str) -> bool:
         return check in self.options.enabled
@@ -403,10 +408,22 @@ class Checks(Reservations):
         if fresh or self._moved or (self.options.every and self._since_check >= self.options.every):
             self._since_check = 0
             self._check_chain(new_flushes)
-        if seq - self.last_sweep >= self._sweep_every:
+        if seq - self.last_sweep >= self._sweep_every and self._affords_sweep():
             self.everything(seq)
         if seq in self.states:
             self._compare_state(seq)
+
+    def _affords_sweep(self) -> bool:
+        if not self._saves_work:
+            return True
+        self._work += SWEEP_WORK
+        if self._work < sum(
+            state.num_pages + state.oracle.num_virtual_ids + state.oracle.live_count * state.page_size
+            for state in self.chain
+        ):
+            return False
+        self._work = 0
+        return True
 
     def _compare_state(self, seq: int) -> None:
         row = self.states.pop(seq)
