@@ -40,7 +40,9 @@ def check_held_back(state: PoolState, hazards: Hazards) -> None:
         )
 
 
-def check_returned(state: PoolState, over: Collection[ReplayEvent], hazards: Hazards, *, urgent: bool) -> None:
+def check_returned(
+    state: PoolState, over: Collection[ReplayEvent], hazards: Hazards, *, urgent: bool
+) -> None:
     """C12 after a flush that nothing forbade: what waited for events that had fired before it (``over``) is back, after an urgent one
     everything.
 

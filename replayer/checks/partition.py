@@ -73,7 +73,9 @@ def check_given_up(state: PoolState) -> None:
     if low == high:
         left = np.arange(*before)
     else:
-        left = np.concatenate([np.arange(before[0], min(low, before[1])), np.arange(max(high, before[0]), before[1])])
+        left = np.concatenate(
+            [np.arange(before[0], min(low, before[1])), np.arange(max(high, before[0]), before[1])]
+        )
     left = left[left < state.num_pages]
     lost = left[(state.placed_virtual[left] > 0) | state.reserved[left]]
     if len(lost):

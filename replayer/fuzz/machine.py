@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from replayer.fuzz.model import Grant, Model
+from replayer.fuzz.model import Grant, Model, consecutive
 from replayer.fuzz.program import Program
 from replayer.fuzz.shapes import CHAINS, Setting
 
@@ -208,15 +208,8 @@ class Programs(RuleBasedStateMachine):
         if what != "head" and not grant.grows and grant.length % grant.page_size:
             pages = grant.pages()
         tokens = grant.take_out(set(pages))
-        # A segment is consecutive positions: every page in it but the last has all its tokens.
-        inner = tokens[: (len(pages) - 1) * grant.page_size]
-        consecutive = len(inner) == (len(pages) - 1) * grant.page_size and all(
-            token // grant.page_size == page
-            for page, start in zip(pages, range(0, len(tokens), grant.page_size), strict=False)
-            for token in tokens[start : start + grant.page_size]
-        )
         self._free_guests(grant.pool, pages)
-        if consecutive:
+        if consecutive(tokens, pages, grant.page_size):
             self.run.free_segment(grant.pool, tokens, 0)
         else:
             self.run.free(grant.pool, tokens)

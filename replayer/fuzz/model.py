@@ -90,3 +90,11 @@ class Model:
         self.groups.clear()
         self.reservations.clear()
         self.bound = {name: set() for name in self.guests}
+
+
+def consecutive(tokens: list[int], pages: list[int], size: int) -> bool:
+    """Whether the tokens are a request's run from a page border on: every page in it but the last has all its tokens."""
+    runs = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    if len(runs) != len(pages) or tokens[0] % size:
+        return False
+    return all({token // size for token in run} == {page} for run, page in zip(runs, pages, strict=True))

@@ -55,7 +55,7 @@ class Program:
             EventKind.ALLOC_EXTEND,
             pool,
             lambda side: side.pools[pool].alloc_extend(
-                _ids(prefix), _ids(prefix), _ids(seq), _ids(seq), _ids(last), tokens
+                token_ids(prefix), token_ids(prefix), token_ids(seq), token_ids(seq), token_ids(last), tokens
             ),
             value=tokens,
             list0=prefix,
@@ -67,7 +67,7 @@ class Program:
         return self._ids(
             EventKind.ALLOC_DECODE,
             pool,
-            lambda side: side.pools[pool].alloc_decode(_ids(seq), _ids(seq), _ids(last)),
+            lambda side: side.pools[pool].alloc_decode(token_ids(seq), token_ids(seq), token_ids(last)),
             list1=seq,
             list2=last,
         )
@@ -76,7 +76,7 @@ class Program:
         self._call(
             EventKind.ALLOC_WITH_VIRTUAL,
             pool,
-            lambda side: side.pools[pool].alloc_with_virtual(_ids(pages)),
+            lambda side: side.pools[pool].alloc_with_virtual(token_ids(pages)),
             list0=pages,
         )
 
@@ -91,13 +91,15 @@ class Program:
     def free_physical(self, pool: str, tokens: list[int], *, cancel: bool) -> None:
         kind = EventKind.CANCEL_PHYSICAL if cancel else EventKind.FREE_PHYSICAL
         method = "cancel_physical_reservation" if cancel else "free_physical"
-        self._call(kind, pool, lambda side: getattr(side.pools[pool], method)(_ids(tokens)), list0=tokens)
+        self._call(
+            kind, pool, lambda side: getattr(side.pools[pool], method)(token_ids(tokens)), list0=tokens
+        )
 
     def bind(self, pool: str, pages: list[int], physical: list[int]) -> None:
         self._call(
             EventKind.BIND,
             pool,
-            lambda side: side.pools[pool].bind(_ids(pages), _ids(physical)),
+            lambda side: side.pools[pool].bind(token_ids(pages), token_ids(physical)),
             list0=pages,
             list1=physical,
         )
@@ -106,7 +108,7 @@ class Program:
         self._call(
             EventKind.UNBIND,
             pool,
-            lambda side: _nothing(side.pools[pool].virtual_to_physical.index_fill_(0, _ids(pages), -1)),
+            lambda side: _nothing(side.pools[pool].virtual_to_physical.index_fill_(0, token_ids(pages), -1)),
             list0=pages,
         )
 
@@ -116,7 +118,7 @@ class Program:
             EventKind.FREE,
             pool,
             lambda side: side.pools[pool].free(
-                _ids(tokens), **{name: _ids(one) for name, one in named.items()}
+                token_ids(tokens), **{name: token_ids(one) for name, one in named.items()}
             ),
             list0=tokens,
             list1=pages,
@@ -126,7 +128,7 @@ class Program:
         self._call(
             EventKind.FREE_SEGMENT,
             pool,
-            lambda side: side.pools[pool].free_segment(_ids(tokens), start_pos=start),
+            lambda side: side.pools[pool].free_segment(token_ids(tokens), start_pos=start),
             list0=tokens,
             value=start,
         )
@@ -164,7 +166,7 @@ class Program:
         def begin(side: Side) -> None:
             event = side.event(number)
             side.pools[pool].set_latest_forward_done_event(event)
-            side.pools[pool].set_inflight_forward(event, None if writes is None else _ids(writes))
+            side.pools[pool].set_inflight_forward(event, None if writes is None else token_ids(writes))
 
         self._call(EventKind.FORWARD_BEGIN, pool, begin, value=number, list0=writes)
 
@@ -218,13 +220,15 @@ class Program:
     # -- one event
 
     def _ids(
-        self, kind: EventKind, pool: str, make: Callable[[Side], Any], **arguments: Any
+        self, kind: EventKind, pool: str | None, make: Callable[[Side], Any], **arguments: Any
     ) -> list[int] | None:
         answer: list[int] | None = self._call(kind, pool, make, answers=True, **arguments)
         self.counts["refused"] += answer is None
         return answer
 
-    def _number(self, kind: EventKind, pool: str, make: Callable[[Side], Any], **arguments: Any) -> int:
+    def _number(
+        self, kind: EventKind, pool: str | None, make: Callable[[Side], Any], **arguments: Any
+    ) -> int:
         answer: int = self._call(kind, pool, make, answers=True, **arguments)
         self.counts["flushes that moved"] += bool(kind is EventKind.FLUSH and answer)
         return answer
@@ -285,12 +289,22 @@ class Program:
                             self.seq,
                             side.target,
                         )
+        together = reference.joint_figures()
+        for side in self.sides[1:]:
+            if side.joint_figures() != together:
+                return Disagreement(
+                    f"after {kind.name.lower()}, the composite's figures are {side.joint_figures()} on {side.name}, "
+                    f"{together} on {reference.name}",
+                    self.seq,
+                    side.target,
+                )
         self.counts["states with pages pending"] += pending
         self.counts["calls behind a shut gate"] += not reference.gate_open
         return None
 
 
-def _ids(ids: Sequence[int]) -> torch.Tensor:
+def token_ids(ids: Sequence[int]) -> torch.Tensor:
+    """int64 ``[n]`` on the host, a tensor of its own for every call."""
     return torch.tensor(ids, dtype=torch.int64)
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from allocator import STRATEGIES
 from replayer.errors import UsageError
+from replayer.fuzz.composite_program import CompositeProgram
 from replayer.fuzz.program import Program
 from replayer.fuzz.shapes import CHAINS, Setting
 from replayer.fuzz.sides import Disagreement, Side
@@ -114,6 +115,11 @@ class Session:
         self.counts[f"chain {setting.chain.name}"] += 1
         return Program(Path(self._folder.name) / "program.msgpack.zst", setting, self._targets, self.how)
 
+    def begin_composite(self, setting: Setting) -> CompositeProgram:
+        self.counts[f"chain {setting.chain.name}"] += 1
+        path = Path(self._folder.name) / "program.msgpack.zst"
+        return CompositeProgram(path, setting, self._targets, self.how)
+
     def finish(self, program: Program) -> None:
         """Close the program's trace, and judge it if the sides have agreed.
 
@@ -150,6 +156,7 @@ class Session:
         from hypothesis.errors import Flaky
         from hypothesis.stateful import run_state_machine_as_test
 
+        from replayer.fuzz.composite_machine import composite_machine_for
         from replayer.fuzz.machine import machine_for
 
         options = self.options
@@ -171,7 +178,8 @@ class Session:
         while options.rounds is None or self._round < options.rounds:
             if self.seconds >= options.minutes * 60:
                 return
-            machine = seed(options.seed * 1_000_003 + self._round)(machine_for(self))
+            chosen_machine = (machine_for, composite_machine_for)[self._joins(self._round)]
+            machine = seed(options.seed * 1_000_003 + self._round)(chosen_machine(self))
             try:
                 run_state_machine_as_test(machine, settings=chosen)
             except (Disagreement, Flaky) as error:
@@ -180,6 +188,10 @@ class Session:
             finally:
                 self._round += 1
                 self.counts["rounds"] = self._round
+
+    def _joins(self, number: int) -> bool:
+        """Whether round ``number`` is one of programs on composites: every third. SGLang's composites are not driven from a header."""
+        return not self.with_sglang and number % 3 == 2
 
     def _keep(self, error: BaseException) -> None:
         if self._found is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from recorder.trace import Header, PoolHeader, Provenance
+from recorder.trace import COMPOSITE, SUB_POOL, Header, PoolHeader, Provenance
 
 #: Bytes of one token of the smallest pool: one head of 8 float32, K and V.
 TOKEN_BYTES: Final = 64
@@ -33,11 +33,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Chain:
-    """Pools that share one buffer. ``known_to_sglang``: whether SGLang 0.5.23's classes take this chain (one float at most)."""
+    """Pools that share one buffer. ``known_to_sglang``: whether SGLang 0.5.23's classes take this chain (one float at most).
+    ``composite``: the calls are made on a composite of the pools."""
 
     name: str
     shapes: tuple[Shape, ...]
     known_to_sglang: bool = True
+    composite: bool = False
 
 
 CHAINS: Final = (
@@ -67,6 +69,33 @@ CHAINS: Final = (
             Shape("mamba", "up", 1, states=True),
         ),
         known_to_sglang=False,
+    ),
+)
+
+COMPOSITES: Final = (
+    Chain(
+        "composite: full, swa",
+        (Shape("full", "down"), Shape("swa", "up", 3, owner="full")),
+        composite=True,
+    ),
+    Chain(
+        "composite: full, swa, dear owner",
+        (Shape("full", "down", 3), Shape("swa", "up", 1, owner="full")),
+        composite=True,
+    ),
+    Chain(
+        "composite: full, mamba",
+        (Shape("full", "down"), Shape("mamba", "up", 2, states=True)),
+        composite=True,
+    ),
+    Chain(
+        "composite: full, swa, mamba",
+        (
+            Shape("full", "down", 2),
+            Shape("swa", "float", 1, owner="full"),
+            Shape("mamba", "up", 1, states=True),
+        ),
+        composite=True,
     ),
 )
 
@@ -117,6 +146,7 @@ class Setting:
             settings={"placement": "engine", "move_cap": self.move_cap},
             total_bytes=total_bytes,
             device="cpu",
+            level=COMPOSITE if self.chain.composite else SUB_POOL,
         )
 
 

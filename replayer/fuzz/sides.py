@@ -9,7 +9,7 @@ import torch
 
 from recorder.trace import Header
 from replayer.pool_state import PoolState
-from replayer.targets import TargetOptions, build_pools
+from replayer.targets import TargetOptions, build_target
 
 
 @dataclass
@@ -60,7 +60,10 @@ class Side:
     def __init__(self, name: str, header: Header, target: TargetOptions) -> None:
         self.name, self.target = name, target
         self.moves = MoveCount()
-        self.states: dict[str, PoolState] = build_pools(header, target, self.moves)
+        built = build_target(header, target, self.moves)
+        self.states: dict[str, PoolState] = built.pools
+        #: What joins the pools in a program of level ``composite``, and the slots of its state pool; else None.
+        self.composite, self.slots = built.composite, built.slots
         self.pools: dict[str, Any] = {name: state.allocator for name, state in self.states.items()}
         self.events: dict[int, ForwardEnd] = {}
         self.gate_open = True
@@ -70,6 +73,9 @@ class Side:
 
     def shut_or_open(self, is_open: bool) -> None:
         self.gate_open = is_open
+        if self.composite is not None:
+            self.composite.set_disagg_move_gate(lambda: self.gate_open)
+            return
         for made in self.pools.values():
             if made.disagg_move_gate is None:
                 made.disagg_move_gate = lambda: self.gate_open
@@ -89,6 +95,18 @@ class Side:
             "available_size": made.available_size(),
             "schedulable_available_size": made.schedulable_available_size(),
         }
+
+    def joint_figures(self) -> dict[str, Any]:
+        """What a composite says of its members together; nothing where there is none."""
+        names = (
+            "available_size", "full_available_size", "swa_available_size", "schedulable_full_available_size",
+            "schedulable_swa_available_size", "size",
+        )  # fmt: skip
+        found = {name: getattr(self.composite, name, None) for name in names}
+        figures = {name: one() if callable(one) else one for name, one in found.items()}
+        if self.slots is not None:
+            figures["slots"] = self.slots.available_size()
+        return figures
 
     def recorded_state(self) -> dict[str, dict[str, int | bytes | None]]:
         """The same as figures of a trace's state frame, so that a replay can compare them (C15)."""
