@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,21 +57,26 @@ class PairedFreeGroup:
             self._released_at = torch.zeros(self._num_ids + 1, dtype=torch.int64, device=self._device)
         self._released_at.index_fill_(0, virtual_pages.clamp(0, self._num_ids), self._releases)
 
-    def claimed(self, queued: Sequence[Queued]) -> torch.Tensor:
+    def claimed(
+        self, queued: Sequence[Queued], is_paired: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """The tokens of ``queued``, one after another, whose window pages are still theirs: int64. Reads the device unless these are all of
-        segments and nothing was released since."""
+        segments and nothing was released since.
+
+        Args:
+            is_paired: which of some tokens have a window page now, bool. A cache may have taken it for other ids, and it stays with those.
+        """
         tokens = self.tokens(queued)
         masks = [self._mask(entry) for entry in queued]
         if all(mask is None for mask in masks):
             return tokens
-        return tokens[
-            torch.cat(
-                [
-                    torch.ones_like(entry.tokens, dtype=torch.bool) if mask is None else mask
-                    for entry, mask in zip(queued, masks, strict=True)
-                ]
-            )
-        ]
+        claimed = torch.cat(
+            [
+                torch.ones_like(entry.tokens, dtype=torch.bool) if mask is None else mask
+                for entry, mask in zip(queued, masks, strict=True)
+            ]
+        )
+        return tokens[claimed & is_paired(tokens)]
 
     @staticmethod
     def tokens(queued: Sequence[Queued]) -> torch.Tensor:

@@ -145,6 +145,16 @@ class UnifiedSWAAllocatorBase(WindowFrees):
         """Whether so many tokens of both sides can be handed out together, after making room if they cannot yet. Moves nothing while a
         gate is shut, or if it would not help."""
 
+    def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
+        """Whether so many pages of both sides can be taken together as everything lies. SGLang's answers for each side alone, which may be
+        the same bytes twice (sgl-project/sglang#39294)."""
+        self._settle()
+        return self._fits_as_it_lies(num_full_pages, num_swa_pages)
+
+    @abstractmethod
+    def _fits_as_it_lies(self, full_pages: int, swa_pages: int) -> bool:
+        """Whether so many pages of both sides can be taken together, with nothing flushed."""
+
     def schedulable_full_available_size(self) -> int:
         """Tokens of the full side alone, after a flush of its neighbour."""
         self._settle()

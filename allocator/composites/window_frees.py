@@ -56,8 +56,8 @@ class WindowFrees(Composite):
         if not group:
             return
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        window = group.claimed(group.both) if group.both else None
-        segment_window = group.claimed(group.both_segments) if group.both_segments else None
+        window = group.claimed(group.both, self._is_paired) if group.both else None
+        segment_window = group.claimed(group.both_segments, self._is_paired) if group.both_segments else None
         tokens = [group.tokens(group.both)] if group.both else []
         segments = ([group.tokens(group.both_segments)] if group.both_segments else []) + group.full_segments
         self._require_freeable(full, [*tokens, *group.full_only], segments)
@@ -90,7 +90,7 @@ class WindowFrees(Composite):
         if free_index is None or free_index.numel() == 0:
             return
         tokens = free_index.detach().to(torch.int64)
-        is_paired = self._window_place(tokens) > 0
+        is_paired = self._is_paired(tokens)
         if self._group is not None:
             self._require_freeable(self.full_attn_allocator, [tokens], [])
             self._group.queue(tokens.clone(), is_paired)
@@ -127,7 +127,7 @@ class WindowFrees(Composite):
             return
         tokens = free_index.detach().to(torch.int64)
         self._require_ids(tokens)
-        live = tokens[self._window_place(tokens) > 0]
+        live = tokens[self._is_paired(tokens)]
         if live.numel() == 0:
             return
         self._free_window(live)
@@ -222,6 +222,9 @@ class WindowFrees(Composite):
         """Window page of each token, int64 ``[n]``: -1 if it has none, 0 for the padding page."""
         return self.swa_attn_allocator._tables.physical_of(self._pages(tokens))
 
+    def _is_paired(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._window_place(tokens) > 0
+
     def _free_tokens(self, tokens: torch.Tensor, window: torch.Tensor | None) -> None:
         """Both sides of ``tokens``, the window side of ``window`` only."""
         if window is not None and window.numel() > 0:
@@ -274,7 +277,7 @@ class WindowFrees(Composite):
     def _require_unpaired(self, tokens: torch.Tensor) -> None:
         if not self._answers_at_once:
             return
-        paired = self._window_place(tokens) > 0
+        paired = self._is_paired(tokens)
 
         def refused() -> StillPairedError:
             pages = torch.unique(self._pages(tokens[paired])).tolist()
