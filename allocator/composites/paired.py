@@ -263,8 +263,9 @@ class UnifiedSWAAllocatorBase(WindowFrees):
             )
         pages = new_pages_extend(prefix_lens_cpu, seq_lens_cpu, self.page_size)
         # Pages are taken in order, so those with a token of the tail are the last ones. The first may be old, and bound already.
-        end = -(-int(seq_lens_cpu[0]) // self.page_size)
-        first = (int(seq_lens_cpu[0]) - swa_tail_len) // self.page_size
+        seq_len = int(seq_lens_cpu[0])
+        end = -(-seq_len // self.page_size)
+        first = (seq_len - swa_tail_len) // self.page_size
         window_pages = min(pages, end - first) if swa_tail_len else 0
         return self._alloc_together(
             pages,

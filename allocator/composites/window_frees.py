@@ -7,7 +7,14 @@ import torch
 from allocator.composites.free_group import PairedFreeGroup
 from allocator.composites.members import Composite
 from allocator.end import MultiEndedAllocator
-from allocator.errors import FreeGroupError, NotAllocatedError, PageAlignmentError, StillPairedError, require
+from allocator.errors import (
+    BindError,
+    FreeGroupError,
+    NotAllocatedError,
+    PageAlignmentError,
+    StillPairedError,
+    require,
+)
 
 
 class WindowFrees(Composite):
@@ -198,16 +205,14 @@ class WindowFrees(Composite):
             return
         pages = self._pages(self._page_starts(full_indices, swa_indices))
         places = self._pages(swa_indices.to(torch.int64)[:: self.page_size])
-        swa = self.swa_attn_allocator
-        waiting = None
-        if self._group is not None and (self._group.both or self._group.both_segments):
-            waiting = pages[self._group.waiting_for(pages) & (swa._tables.physical_of(pages) > 0)]
-        if waiting is None or not waiting.numel():
-            swa.bind(pages, places)
-            return
-        swa._require_taken(places, NotAllocatedError)
-        swa.free(waiting * self.page_size, _pages=waiting)
-        self._note_released(waiting * self.page_size)
+        swa, group = self.swa_attn_allocator, self._group
+        if group is not None and (group.both or group.both_segments):
+            waiting = pages[group.waiting_for(pages) & (swa._tables.physical_of(pages) > 0)]
+            if waiting.numel():
+                swa._require_taken(places, BindError)
+                swa.free(waiting * self.page_size, _pages=waiting)
+                group.note_released(waiting)
+            group.note_paired()
         swa.bind(pages, places)
 
     def clear_full_to_swa_mapping(self, full_indices: torch.Tensor) -> None:
