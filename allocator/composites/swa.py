@@ -44,7 +44,10 @@ class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
         one_extends = min(more - fewer, gap // its_bytes)
         both_extend = (gap - one_extends * its_bytes) // (its_bytes + other_bytes)
         by_index = min(len(pool.holes) + pool._index_room() for pool in (full, swa))
-        return min(fewer + one_extends + both_extend, by_index) * self.page_size
+        # Places reserved for a load count against the ids that will name them, as in `_fits_page_demand`. SGLang 0.5.23 forgets them here,
+        # and so promises more than its own `ensure_capacity` grants.
+        by_ids = max(0, full.num_virtual_ids - full.min_page_index - swa.allocated_count() // self.page_size)
+        return min(fewer + one_extends + both_extend, by_index, by_ids) * self.page_size
 
     def _fits_page_demand(
         self,

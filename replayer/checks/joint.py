@@ -238,8 +238,11 @@ class JointChecks(Checks):
             state.name: -(-tokens // state.page_size)
             for state, tokens in ((full, full_tokens), (swa, swa_tokens))
         }
-        if pages[full.name] > full.oracle.num_virtual_ids - full.min_page_index - full.oracle.live_count:
+        ids = full.oracle.num_virtual_ids - full.min_page_index
+        if pages[full.name] > ids - full.oracle.live_count:
             return False
+        if not swa.is_float and pages[swa.name] > ids - swa.live_count():
+            return False  # places that are reserved will need ids as well
         kept = {
             state.name: state.live_count() if packed else state.band()[1] - state.band()[0]
             for state in self.chain
