@@ -380,9 +380,7 @@ class Driver(ForwardEvents, TransferEvents):
         self._call_free("free", state.allocator.free, token_tensor, **arguments)
         self._freed(state, own)
 
-    def _call_free(
-        self, name: str, free: Callable[..., Any], tokens: torch.Tensor, **arguments: Any
-    ) -> None:
+    def _call_free(self, name: str, free: Callable[..., Any], tokens: torch.Tensor, **arguments: Any) -> None:
         """Free ids in a tensor that is overwritten afterwards, as an engine may do with its own: what is queued must be a copy."""
         if self.checks is None:
             self._call(name, free, tokens, **arguments)
@@ -401,7 +399,9 @@ class Driver(ForwardEvents, TransferEvents):
         tensor = (
             self._tensor(0, index) if self.ids.identity else torch.from_numpy(self.ids.tokens(state, tokens))
         )
-        self._call_free("free_segment", state.allocator.free_segment, self._on_device(tensor), start_pos=start)
+        self._call_free(
+            "free_segment", state.allocator.free_segment, self._on_device(tensor), start_pos=start
+        )
         self._freed(state, own)
 
     def _freeing(self, state: PoolState, recorded_pages: IntArray) -> IntArray:

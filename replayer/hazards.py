@@ -296,10 +296,11 @@ class Hazards:
         """Forwards up to this one are over, as far as judging has come."""
         return self._judged_through
 
-    def unfinished_reader(self, pool: str) -> ReplayEvent | None:
-        """The event of the forward launched last in this pool, None if that is over."""
+    def latest_unfired(self, pool: str) -> ReplayEvent | None:
+        """The event of the forward launched last in this pool, None once it has answered true. Where the stream was ordered behind it the
+        forward is over and the event need not have fired."""
         event = self._latest_events.get(pool)
-        return None if event is None or event.number <= self._judged_through else event
+        return None if event is None or event.fired else event
 
     def places_to_be_written(self, state: PoolState) -> set[int]:
         """Places where tokens that unfinished forwards were launched to write are now."""

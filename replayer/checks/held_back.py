@@ -10,7 +10,7 @@ from replayer.pool_state import PoolState
 
 
 def note_moved(state: PoolState, reader: ReplayEvent | None, pages: int) -> None:
-    """``pages`` were moved away in a lazy pool while ``reader`` (None: nothing) had not finished."""
+    """``pages`` were moved away in a lazy pool while the event of ``reader`` (None: nothing) had not fired."""
     if reader is not None and state.lazy:
         state.held_back.append((reader, pages))
 
@@ -40,7 +40,9 @@ def check_held_back(state: PoolState, hazards: Hazards) -> None:
         )
 
 
-def check_returned(state: PoolState, over: Collection[ReplayEvent], hazards: Hazards, *, urgent: bool) -> None:
+def check_returned(
+    state: PoolState, over: Collection[ReplayEvent], hazards: Hazards, *, urgent: bool
+) -> None:
     """C12 after a flush that nothing forbade: what waited for events that had fired before it (``over``) is back, after an urgent one
     everything.
 

@@ -61,19 +61,25 @@ def check_reported(state: PoolState) -> None:
 
 
 def check_given_up(state: PoolState) -> None:
-    """C5 for pages that have left the band since it was looked at last: they hold nothing.
+    """C5 for a band that leaves the pool, and for pages that have left the band since it was looked at last: they hold nothing.
 
     Raises:
         CheckFailure: C5.
     """
     low, high = band = state.band()
+    if low > high or (low < high and (low < state.min_page_index or high > state.num_pages)):
+        raise CheckFailure(
+            "C5", f"band [{low}, {high}) leaves [{state.min_page_index}, {state.num_pages})", state.name
+        )
     before, state.last_band = state.last_band, band
     if before is None or before == band:
         return
     if low == high:
         left = np.arange(*before)
     else:
-        left = np.concatenate([np.arange(before[0], min(low, before[1])), np.arange(max(high, before[0]), before[1])])
+        left = np.concatenate(
+            [np.arange(before[0], min(low, before[1])), np.arange(max(high, before[0]), before[1])]
+        )
     left = left[left < state.num_pages]
     lost = left[(state.placed_virtual[left] > 0) | state.reserved[left]]
     if len(lost):

@@ -144,7 +144,7 @@ class Checks(Reservations):
             raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
                                [int(page) for page in state.placed_virtual[places] if page > 0])  # fmt: skip
         self.hazards.judge_moves(state, src_pages, dst_pages)
-        note_moved(state, self.hazards.unfinished_reader(state.name), len(src_pages))
+        note_moved(state, self.hazards.latest_unfired(state.name), len(src_pages))
         state.changes += 1
         self.hold(C7=len(src_pages), C8=len(dst_pages), C9=1)
         state.placed_virtual[src_pages] = -1

@@ -58,7 +58,9 @@ class CreditsInOwnPages(MultiEndedAllocator):
     def _drainable_hole_bytes(self, side: Side) -> int:
         neighbour = self._neighbour(side)
         assert neighbour is not None
-        return super()._drainable_hole_bytes(side) // neighbour.entry_bytes_per_page * self.entry_bytes_per_page
+        return (
+            super()._drainable_hole_bytes(side) // neighbour.entry_bytes_per_page * self.entry_bytes_per_page
+        )
 
 
 class CreditsNothing(MultiEndedAllocator):

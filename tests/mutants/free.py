@@ -135,7 +135,9 @@ class StartsAPageLate(MultiEndedAllocator):
     """A segment is taken to begin one page after its start."""
 
     def free_segment(self, free_index: torch.Tensor | None, *, start_pos: int) -> None:
-        super().free_segment(None if free_index is None else free_index[self.page_size :], start_pos=start_pos)
+        super().free_segment(
+            None if free_index is None else free_index[self.page_size :], start_pos=start_pos
+        )
 
 
 class GroupForgetsSegments(MultiEndedAllocator):

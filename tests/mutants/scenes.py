@@ -13,7 +13,11 @@ PAGED = (PoolShape("full", "down", page_size=4), PoolShape("swa", "up", page_siz
 SHARED = (PoolShape("full", "down"), PoolShape("swa", "up", layer_num=2, owner="full"))
 EAGER = (PoolShape("full", "down", lazy=False), PoolShape("swa", "up", layer_num=2, lazy=False))
 ALONE = (PoolShape("full", "down"),)
-FLOATING = (PoolShape("full", "down"), PoolShape("mid", "float", layer_num=2), PoolShape("mamba", "up", kind="mamba", layer_num=2))
+FLOATING = (
+    PoolShape("full", "down"),
+    PoolShape("mid", "float", layer_num=2),
+    PoolShape("mamba", "up", kind="mamba", layer_num=2),
+)
 
 # -- flush
 
