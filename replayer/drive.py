@@ -360,6 +360,8 @@ class Driver(ForwardEvents, TransferEvents):
 
     def _release_physical(self, state: PoolState, index: int, method: str) -> None:
         tokens = self._must(0, index)
+        if len(tokens):
+            state.require_may_compact(len(tokens) // state.page_size if method.startswith("cancel") else 0)
         if self.checks is None:
             self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
             self.hazards.log.clear()
@@ -417,6 +419,8 @@ class Driver(ForwardEvents, TransferEvents):
         """Pages about to be freed, as this allocator numbers them; judged before the call."""
         pages = self.ids.pages(state, recorded_pages)
         queued = self._group.get(state.name)
+        if queued is None:
+            state.require_may_compact()
         if self.checks is not None:
             state.oracle.require_live(pages, "free")
             if queued and np.isin(pages, np.concatenate(queued)).any():
@@ -446,6 +450,8 @@ class Driver(ForwardEvents, TransferEvents):
         queued = self._group.get(state.name)
         if queued is None:
             raise TraceContradiction(f"no free group of pool {state.name!r} is open")
+        if queued:
+            state.require_may_compact()
         self._group[state.name] = None
         self._call("free_group_end", state.allocator.free_group_end)
         if queued:
