@@ -3,6 +3,12 @@
 The classes stand where SGLang 0.5.23's classes of the same names stand. The flush is `allocator.end.MultiEndedAllocator._flush`.
 """
 
+from allocator.composites import (
+    UnifiedMambaSlotAllocator,
+    UnifiedMambaSWATokenToKVPoolAllocator,
+    UnifiedMambaTokenToKVPoolAllocator,
+    UnifiedSWATokenToKVPoolAllocator,
+)
 from allocator.end import MultiEndedAllocator
 from allocator.errors import AllocatorError
 from allocator.kv_store import (
@@ -35,7 +41,11 @@ __all__ = [
     "UnifiedMHATokenToKVPool",
     "UnifiedMLATokenToKVPool",
     "UnifiedMambaPool",
+    "UnifiedMambaSWATokenToKVPoolAllocator",
+    "UnifiedMambaSlotAllocator",
+    "UnifiedMambaTokenToKVPoolAllocator",
     "UnifiedPagePool",
+    "UnifiedSWATokenToKVPoolAllocator",
     "UnifiedTokenPool",
     "kv_store_for",
 ]

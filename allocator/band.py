@@ -117,6 +117,15 @@ class Band(ABC):
             return max(0, self._chain_low_frontier_above_bytes() - self._byte_high_frontier())
         return max(0, self._byte_low_frontier() - self._chain_high_frontier_below_bytes())
 
+    @property
+    def _is_settled(self) -> bool:
+        """Whether sizes and frontiers are exact now; see `allocator.deferring`."""
+        return True
+
+    def _settle_chain(self) -> None:
+        """Have the sizes of all pools of the buffer exact. They always are where a flush is planned on the host."""
+        return
+
     # -- gates
 
     def moves_blocked(self) -> bool:

@@ -259,6 +259,10 @@ class MultiEndedAllocator(ReleasingBand):
             self._own_ids("alloc").drop(count)
         return True
 
+    def make_sure_of(self, need_size: int) -> bool:
+        """Whether ``need_size`` tokens can be handed out, after having made room for them if there was none."""
+        return self._make_sure_of(-(-need_size // self.page_size))
+
     def _make_sure_of(self, num_pages: int) -> bool:
         """Whether ``num_pages`` can be handed out, after asking the neighbour for room if they cannot. The one shortfall ladder:
         flush the growth-side neighbour (never this pool: that trades one hole for one page of gap), then have a float move over."""

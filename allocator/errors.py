@@ -59,6 +59,14 @@ class OutOfRoomError(AllocatorError):
     """``alloc_with_virtual`` has no way to answer ``None``; its caller checks capacity first (SGLang's composites do)."""
 
 
+class StillPairedError(AllocatorError):
+    """The full side alone of pages was to be freed whose window side is live: that place would have no owner any more."""
+
+
+class InvalidRequestError(AllocatorError):
+    """The numbers of a request contradict each other."""
+
+
 class MoveGateClosedError(AllocatorError):
     """Pages would have to move while a move gate is closed."""
 

@@ -38,6 +38,15 @@ class FreeVirtualIds:
         """Remove the next ``count`` ids."""
         self._head += count
 
+    @property
+    def position(self) -> int:
+        """Where the list begins; for `go_back_to`."""
+        return self._head
+
+    def go_back_to(self, position: int) -> None:
+        """Undo every `drop` since the list began at ``position``; nothing may have been appended in between."""
+        self._head = position
+
     def append(self, ids: torch.Tensor) -> None:
         """Freed ids go to the back, in the order given."""
         end = self._tail + ids.shape[0]
@@ -85,6 +94,13 @@ class HoleList:
 
     def set_unsorted(self, pages: torch.Tensor) -> None:
         self._pages, self._is_sorted, self._on_host = pages, pages.shape[0] < 2, None
+
+    def state(self) -> tuple[torch.Tensor, bool, list[int] | None]:
+        """All there is to know of the list, for `go_back_to`. Its parts are replaced, never written to."""
+        return self._pages, self._is_sorted, self._on_host
+
+    def go_back_to(self, state: tuple[torch.Tensor, bool, list[int] | None]) -> None:
+        self._pages, self._is_sorted, self._on_host = state
 
     def add(self, *batches: torch.Tensor) -> None:
         self.set_unsorted(torch.cat([self._pages, *batches]) if len(self) or len(batches) > 1 else batches[0])

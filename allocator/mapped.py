@@ -214,6 +214,11 @@ class MappedBand(Band):
     def free_virtual_ids(self, ids: torch.Tensor) -> None:
         self._own_ids("free_virtual_ids").replace(ids)
 
+    @property
+    def free_id_count(self) -> int:
+        """Virtual pages that can be handed out. A lower bound while numbers are on their way."""
+        return len(self._own_ids("free_id_count"))
+
     def get_kvcache(self) -> Any:
         return self._kvcache
 
@@ -324,6 +329,12 @@ class MappedBand(Band):
     def translate_kv_loc(self, virt_tokens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Virtual to physical token ids, any shape, int64; unmapped and out-of-range ids become 0. See `PageTables.translate`."""
         return self._tables.translate(virt_tokens, self.page_size, out)
+
+    def translate_write_loc(
+        self, widened_loc: torch.Tensor, *, out: torch.Tensor | None = None, out_width: int | None = None
+    ) -> torch.Tensor:
+        """`translate_kv_loc` of tokens about to be written. With ``out_width`` the rows of ``out`` past them, up to it, become 0."""
+        return self._tables.translate(widened_loc, self.page_size, out, out_width)
 
     def _band_pages(self) -> tuple[int, int]:
         """Physical pages ``[low, high)`` of the band."""
@@ -464,6 +475,9 @@ class MappedBand(Band):
 
     def _named_twice(self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor) -> DuplicateFreeError:
         self.physical_to_virtual.index_copy_(0, physical_pages, virtual_pages)
+        return self._repeated_pages(virtual_pages)
+
+    def _repeated_pages(self, virtual_pages: torch.Tensor) -> DuplicateFreeError:
         bad = _repeated(virtual_pages)
         return DuplicateFreeError(
             f"virtual page(s) {bad} named more than once in one free",

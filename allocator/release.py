@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
-from allocator.errors import FreeGroupError, NotAllocatedError, PageAlignmentError
+from allocator.errors import (
+    DuplicateFreeError,
+    FreeGroupError,
+    NotAllocatedError,
+    PageAlignmentError,
+    require,
+)
 from allocator.mapped import MappedBand
 
 
@@ -123,6 +130,45 @@ class ReleasingBand(MappedBand):
         if self._ids is not None:
             self._ids.append(virtual_pages)
         self._release_physical(physical_pages)
+
+    def require_freeable(self, tokens: Sequence[torch.Tensor], segments: Sequence[torch.Tensor] = ()) -> None:
+        """What `free` would refuse of these lists of token ids, one call for each, is refused now, and nothing changes. Tokens in
+        ``segments`` stand for a page each.
+
+        Raises:
+            NotAllocatedError: a page that is not live.
+            DuplicateFreeError: a page in two lists, or twice where each must be named once.
+        """
+        lists = [
+            (self._page_numbers(ids), self.page_size == 1 and self._frees_in_order_given()) for ids in tokens
+        ]
+        lists += [(self._page_numbers(ids), True) for ids in segments]
+        pages = torch.cat([pages for pages, _ in lists])
+        physical_pages = self._tables.physical_of(pages)
+        require(
+            (physical_pages > 0).all(),
+            "kvtape: free of a page that is not live (double free, never allocated, -1 or the padding page)",
+            lambda: self._not_allocated(pages, physical_pages),
+        )
+        # As in `_named_once`, with one number for all pages of a list that may repeat.
+        starts = torch.arange(pages.shape[0], dtype=torch.int64, device=pages.device)
+        sizes = [pages.shape[0] for pages, _ in lists]
+        numbers = torch.cat([
+            part if named_once else part[:1].expand(part.shape[0])
+            for part, (_, named_once) in zip(starts.split(sizes), lists, strict=True)
+        ])  # fmt: skip
+        table = self.virtual_to_physical
+        table.index_copy_(0, pages, numbers)
+        disjoint = (table.index_select(0, pages) == numbers).all()
+        table.index_copy_(0, pages, physical_pages)
+        require(disjoint, "kvtape: the same page twice in one free", lambda: self._twice_in(lists))
+
+    def _page_numbers(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.div(token_ids.to(torch.int64), self.page_size, rounding_mode="floor")
+
+    def _twice_in(self, lists: Sequence[tuple[torch.Tensor, bool]]) -> DuplicateFreeError:
+        once = [pages if named_once else torch.unique(pages) for pages, named_once in lists]
+        return self._repeated_pages(torch.cat(once))
 
     def _release_physical(self, physical_pages: torch.Tensor) -> None:
         """Pages that hold nothing any more: holes when lazy, packed away at once when eager."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from allocator.band import Band
+from allocator.composites.accounting import band_violations
 from allocator.device_end import DeviceMultiEndedAllocator
 from allocator.device_middle import DeviceFloatMultiEndedAllocator
 from allocator.end import MultiEndedAllocator
@@ -116,12 +117,7 @@ class SglangMultiEndedAllocator(MultiEndedAllocator):
                 out=out,
                 out_width=out_width,
             )
-        if out is None or out_width is None:
-            return self._tables.translate(tokens, self.page_size, out)
-        count = tokens.numel()
-        self._tables.translate(tokens, self.page_size, out[:count])
-        out[count:out_width].zero_()
-        return out
+        return self._tables.translate(tokens, self.page_size, out, out_width)
 
     def _page_reps(self, free_index: torch.Tensor, start_pos: int) -> torch.Tensor:
         """One token of every page of a segment that starts at a page border."""
@@ -143,18 +139,7 @@ class SglangMultiEndedAllocator(MultiEndedAllocator):
 
     def _byte_accounting_violations(self) -> list[str]:
         """What does not add up, in words; empty if all does. SGLang asks when it is idle."""
-        low, high = self._byte_low_frontier(), self._byte_high_frontier()
-        found = []
-        if not 0 <= low <= high <= self.total_bytes:
-            found.append(f"[{self.sub_pool_name}] band [{low}, {high}) of {self.total_bytes} bytes")
-        if self.lazy_compaction:
-            band, live = self._allocated_pages(), self._live_pages_lazy
-            holes, pending = len(self.holes), len(self._pending)
-            if band != live + holes + pending:
-                found.append(
-                    f"[{self.sub_pool_name}] band of {band} pages != {live} live + {holes} holes + {pending} pending"
-                )
-        return found
+        return band_violations(self)
 
 
 class SglangFloatMultiEndedAllocator(FloatMultiEndedAllocator, SglangMultiEndedAllocator):
@@ -166,19 +151,6 @@ class SglangFloatMultiEndedAllocator(FloatMultiEndedAllocator, SglangMultiEndedA
 
     def _available_tokens(self, extra_gap_bytes: int = 0) -> int:
         return self.schedulable_available_size() if extra_gap_bytes else self.available_size()
-
-    def _byte_accounting_violations(self) -> list[str]:
-        low, high = self._byte_low_frontier(), self._byte_high_frontier()
-        found = []
-        if not self._is_frontier_transparent() and not 0 <= low <= high <= self.total_bytes:
-            found.append(f"[{self.sub_pool_name}] span [{low}, {high}) of {self.total_bytes} bytes")
-        span = self.physical_to_virtual[self.low_wm_page : self.high_wm_page]
-        live = int(torch.count_nonzero(span >= 0))
-        if self._span_pages() != live + self._hole_pages():
-            found.append(
-                f"[{self.sub_pool_name}] span of {self._span_pages()} pages != {live} mapped + {self._hole_pages()} holes"
-            )
-        return found
 
 
 class SglangDeviceMultiEndedAllocator(SglangMultiEndedAllocator, DeviceMultiEndedAllocator):

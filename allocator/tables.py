@@ -54,13 +54,23 @@ class PageTables:
         self.physical_to_virtual.index_fill_(0, src_pages, -1)
 
     def translate(
-        self, tokens: torch.Tensor, page_size: int, out: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        page_size: int,
+        out: torch.Tensor | None = None,
+        out_width: int | None = None,
     ) -> torch.Tensor:
         """Virtual token ids to physical token ids, any shape, int64: ``table[t // page] * page + t % page``.
 
         What is unmapped, negative or out of range becomes 0, the padding sink that kernels skip. With ``out`` (int64, same shape) the
-        result is written there, for captured graphs that read a fixed address.
+        result is written there, for captured graphs that read a fixed address; with ``out_width`` too, both are one-dimensional, and the
+        rows of ``out`` from ``len(tokens)`` up to that one become 0.
         """
+        if out is not None and out_width is not None:
+            count = tokens.numel()
+            self.translate(tokens, page_size, out[:count])
+            out[count:out_width].zero_()
+            return out
         ids = tokens.to(torch.int64)
         if page_size == 1:
             physical = self.physical_of(ids).clamp_(min=0)

@@ -64,6 +64,8 @@ class Driver(ForwardEvents, TransferEvents):
         self._handlers: dict[int, Callable[[PoolState, int], None]] = {
             int(kind): getattr(self, "_" + kind.name.lower(), self._of_a_composite) for kind in EventKind
         }
+        #: The same for events that name no pool.
+        self._without_pool = dict(self._handlers)
         if hazards.leases_shut_gates:
             self._install_gates(self.by_number)
 
@@ -82,7 +84,12 @@ class Driver(ForwardEvents, TransferEvents):
         self._load(chunk)
         queries, answers = chunk.queries
         query_bounds, asked, answered = queries.offsets.tolist(), queries.values.tolist(), answers.tolist()
-        handlers, pools, nobody = self._handlers, self.by_number, self.by_number[0]
+        handlers, without_pool, pools, nobody = (
+            self._handlers,
+            self._without_pool,
+            self.by_number,
+            self.by_number[0],
+        )
         seq = chunk.first_seq
         for index, (kind, pool, depth) in enumerate(columns):
             if stop_before is not None and seq >= stop_before:
@@ -96,7 +103,10 @@ class Driver(ForwardEvents, TransferEvents):
             if first != last:
                 self._expect_answers(asked[first:last], answered[first:last])
             try:
-                handlers[kind](pools[pool] if pool >= 0 else nobody, index)
+                if pool >= 0:
+                    handlers[kind](pools[pool], index)
+                else:
+                    without_pool[kind](nobody, index)
             except TraceContradiction as error:
                 raise ImpossibleEvent(
                     f"event {self.seq} ({EventKind(kind).name.lower()}) cannot have happened: {error}. The trace is wrong, or events "
@@ -157,18 +167,13 @@ class Driver(ForwardEvents, TransferEvents):
         self._grown(state, index, result, need, lambda tokens: whole_pages_growth(state, tokens, need))
 
     def _alloc_extend(self, state: PoolState, index: int) -> None:
-        prefix, seq, last = (self._must(slot, index) for slot in range(3))
-        fits = len(prefix) == len(seq) == len(last) and not (prefix > seq).any() and not (prefix < 0).any()
-        if not fits or int((seq - prefix).sum()) != self._value[index]:
+        prefix, seq, own_last, need = self._lengths(state, index)
+        new_pages = self._value2[index]
+        if new_pages >= 0 and new_pages * state.page_size != need:
             raise TraceContradiction(
-                "its prefix_lens, seq_lens, last_loc and extend_num_tokens do not fit together"
+                f"num_new_pages is {new_pages}, but its lengths need {need // state.page_size}"
             )
-        own_last = last if self.ids.identity else self.ids.tokens(state, last)
-        new_pages, size = self._value2[index], state.page_size
-        need = int((-(-seq // size) + prefix // -size).sum())
-        if new_pages >= 0 and new_pages != need:
-            raise TraceContradiction(f"num_new_pages is {new_pages}, but its lengths need {need}")
-        self._before_alloc(state, need * state.page_size)
+        self._before_alloc(state, need)
         prefix_host, seq_host = self._host(self._tensor(0, index)), self._host(self._tensor(1, index))
         result = self._call(
             "alloc_extend",
@@ -185,9 +190,25 @@ class Driver(ForwardEvents, TransferEvents):
             state,
             index,
             result,
-            need * state.page_size,
+            need,
             lambda tokens: extend_growth(state, tokens, prefix, seq, own_last),
         )
+
+    def _lengths(self, state: PoolState, index: int) -> tuple[IntArray, IntArray, IntArray, int]:
+        """What an ``alloc_extend`` is given, ``last_loc`` as the allocator's own tokens, and the tokens of the new pages it needs.
+
+        Raises:
+            TraceContradiction: lengths that do not fit together.
+        """
+        prefix, seq, last = (self._must(slot, index) for slot in range(3))
+        fits = len(prefix) == len(seq) == len(last) and not (prefix > seq).any() and not (prefix < 0).any()
+        if not fits or int((seq - prefix).sum()) != self._value[index]:
+            raise TraceContradiction(
+                "its prefix_lens, seq_lens, last_loc and extend_num_tokens do not fit together"
+            )
+        own_last = last if self.ids.identity else self.ids.tokens(state, last)
+        size = state.page_size
+        return prefix, seq, own_last, size * int((-(-seq // size) + prefix // -size).sum())
 
     def _alloc_decode(self, state: PoolState, index: int) -> None:
         seq, last = self._must(1, index), self._must(2, index)
@@ -340,6 +361,8 @@ class Driver(ForwardEvents, TransferEvents):
 
     def _release_physical(self, state: PoolState, index: int, method: str) -> None:
         tokens = self._must(0, index)
+        if len(tokens):
+            state.require_may_compact(len(tokens) // state.page_size if method.startswith("cancel") else 0)
         if self.checks is None:
             self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
             self.hazards.log.clear()
@@ -408,6 +431,8 @@ class Driver(ForwardEvents, TransferEvents):
         """Pages about to be freed, as this allocator numbers them; judged before the call."""
         pages = self.ids.pages(state, recorded_pages)
         queued = self._group.get(state.name)
+        if queued is None:
+            state.require_may_compact()
         if self.checks is not None:
             state.oracle.require_live(pages, "free")
             if queued and np.isin(pages, np.concatenate(queued)).any():
@@ -439,6 +464,8 @@ class Driver(ForwardEvents, TransferEvents):
         queued = self._group.get(state.name)
         if queued is None:
             raise TraceContradiction(f"no free group of pool {state.name!r} is open")
+        if queued:
+            state.require_may_compact()
         self._group[state.name] = None
         self._call("free_group_end", state.allocator.free_group_end)
         if queued:

@@ -55,6 +55,7 @@ class Hold:
 
 def begin_hold(number: int, state: PoolState, places: IntArray) -> Hold:
     """A hold on places as they are now."""
+    places = places.copy()
     virtual = state.placed_virtual[places]
     pages = np.maximum(virtual, 0)
     return Hold(

@@ -91,7 +91,7 @@ class HostPool:
         """
         _require_once(slots)
         self._require_written(state, slots, "freed")
-        pages = self._slots[state.name]
+        pages = self._slots.get(state.name, {})
         busy = [slot for slot in slots.tolist() if pages[slot].readers]
         if busy:
             raise TraceContradiction(

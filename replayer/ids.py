@@ -23,6 +23,8 @@ def owner_of(states: Sequence[PoolState], state: PoolState) -> PoolState:
     if state.header.is_id_owner:
         return state
     owners = [other for other in states if other.header.is_id_owner]
+    # Slots of states have ids of their own, however many there are.
+    owners = [other for other in owners if not other.is_state] or owners
     alike = [other for other in owners if other.header.num_virtual_ids == state.header.num_virtual_ids]
     return (alike or owners or [state])[0]
 
@@ -39,6 +41,10 @@ class IdMap:
             if home.name not in self._own:
                 self._own[home.name] = np.full(home.header.num_virtual_ids + 1, -1, dtype=np.int64)
             self._own[state.name] = self._own[home.name]
+
+    def share(self, guest: PoolState, owner: PoolState) -> None:
+        """``guest`` is indexed by the ids of ``owner``."""
+        self._own[guest.name] = self._own[owner.name]
 
     def learn(self, state: PoolState, recorded: IntArray, own: IntArray) -> None:
         """An alloc that answered ``recorded`` in the engine answered ``own`` here (token ids, same length)."""

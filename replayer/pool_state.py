@@ -9,7 +9,7 @@ import torch
 
 from recorder.trace import PoolHeader
 from replayer.content import IntArray, KVStore
-from replayer.oracle import PageRecords, PoolOracle
+from replayer.oracle import PageRecords, PoolOracle, TraceContradiction
 
 if TYPE_CHECKING:
     from replayer.hazards import ReplayEvent
@@ -63,6 +63,17 @@ class PoolState:
         """Contents came to reserved places that have no page yet."""
         for row, place in enumerate(places.tolist()):
             self.arrived[place] = records.kept(np.array([row]))
+
+    def require_may_compact(self, waiting: int = 0) -> None:
+        """An eager pool moves pages at every free; while more than ``waiting`` reserved places wait for their load it must not.
+
+        Raises:
+            TraceContradiction: a free now.
+        """
+        if not self.lazy and not self.is_float and self.awaiting_load > waiting:
+            raise TraceContradiction(
+                f"pool {self.name!r} compacts at every free, and {self.awaiting_load} reserved page(s) that wait for a load must not move"
+            )
 
     # -- tables, on the host
 

@@ -15,11 +15,13 @@ from recorder.trace import Chunk, Header, ImpossibleEvent, Recovery, TraceReader
 from replayer.calling import FlushRecord, MoveLog
 from replayer.checks import CheckOptions, Checks
 from replayer.checks.drain import drain
+from replayer.checks.joint import JointChecks
+from replayer.composite_drive import CompositeDriver
 from replayer.drive import Driver
 from replayer.failure import CheckFailure
 from replayer.hazards import Hazards
 from replayer.logprob import Probe
-from replayer.targets import TargetOptions, build_pools
+from replayer.targets import Target, TargetOptions, build_target
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
         header = reader.header
         hazards = Hazards()
         moves = MoveLog(hazards.log)
-        pools = build_pools(header, options.target, moves)
+        target = build_target(header, options.target, moves)
+        pools = target.pools
         ids = options.ids
         if ids == "auto":
             ids = "mapped" if header.settings.get("placement") == "free" else "recorded"
@@ -160,15 +163,12 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
         checks = None
         if options.checks is not None:
             probe = Probe(options.target.device) if "C14" in options.checks.enabled else None
-            checks = Checks(pools, hazards, options.checks, header.total_bytes, probe)
+            checks = _checks(target, hazards, options.checks, header, probe)
             checks.compares_recorded = (
                 ids == "recorded" and not options.flush_every and not options.flush_when_short
             )
         hazards.leases_shut_gates = header.settings.get("move_gate") == "leases"
-        driver = Driver(
-            pools, hazards, moves, checks=checks, ledger=ledger, ids=ids,
-            flush_every=options.flush_every, flush_when_short=options.flush_when_short,
-        )  # fmt: skip
+        driver = _driver(target, hazards, moves, checks, ledger, ids, options)
         try:
             _drive(reader, driver, checks, outcome, options, progress)
         except CheckFailure as failure:
@@ -189,6 +189,33 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
         outcome.moved_outside_flushes = moves.total() - sum(record.moves for record in driver.flushes)
     outcome.wall_nanoseconds = perf_counter_ns() - begin
     return outcome, checks
+
+
+def _checks(
+    target: Target, hazards: Hazards, options: CheckOptions, header: Header, probe: Probe | None
+) -> Checks:
+    if target.composite is None:
+        return Checks(target.pools, hazards, options, header.total_bytes, probe)
+    return JointChecks(target.pools, hazards, options, header.total_bytes, probe, target.composite)
+
+
+def _driver(
+    target: Target,
+    hazards: Hazards,
+    moves: MoveLog,
+    checks: Checks | None,
+    ledger: Any,
+    ids: str,
+    options: ReplayOptions,
+) -> Driver:
+    policy: dict[str, Any] = {
+        "flush_every": options.flush_every,
+        "flush_when_short": options.flush_when_short,
+    }
+    if target.composite is None:
+        return Driver(target.pools, hazards, moves, checks=checks, ledger=ledger, ids=ids, **policy)
+    assert checks is None or isinstance(checks, JointChecks)
+    return CompositeDriver(target, hazards, moves, checks=checks, ledger=ledger, ids=ids, **policy)
 
 
 def _drive(

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from recorder.trace import Header, ImpossibleEvent, PoolHeader
+from recorder.trace import COMPOSITE, Header, ImpossibleEvent, PoolHeader
 from replayer.content import ByteStore, KVStore, StampStore, StoreLog, ZeroingByteStore, ZeroingStampStore
 from replayer.errors import UsageError
 from replayer.pool_state import PoolState
@@ -43,7 +43,22 @@ class TargetOptions:
     kv: str = "auto"
 
 
+@dataclass(frozen=True)
+class Target:
+    """What is driven: pools by name, in the header's order, and for a trace of level ``composite`` the composite that joins them and
+    the slot allocator of its state pool, if it has one."""
+
+    pools: dict[str, PoolState]
+    composite: Any = None
+    slots: Any = None
+
+
 def build_pools(header: Header, options: TargetOptions, log: StoreLog) -> dict[str, PoolState]:
+    """The pools of `build_target`."""
+    return build_target(header, options, log).pools
+
+
+def build_target(header: Header, options: TargetOptions, log: StoreLog) -> Target:
     """Fresh pools as the header describes them, in the header's order.
 
     Raises:
@@ -67,16 +82,22 @@ def build_pools(header: Header, options: TargetOptions, log: StoreLog) -> dict[s
         return made(pool.name, pool.num_pages, pool.page_size, options.device, log)
 
     stores = {pool.name: store_for(pool) for pool in header.pools}
-    if options.allocator == "sglang":
+    composite = slots = None
+    if header.level == COMPOSITE:
+        from replayer.targets_composite import build_composite
+
+        composite, slots, allocators = build_composite(header, options, buffer, stores)
+    elif options.allocator == "sglang":
         from replayer.targets_sglang import build_sglang_pools
 
         allocators = build_sglang_pools(header, kvcache_for=lambda name: stores[name])
     else:
         allocators = build_allocators(header, options, buffer, stores)
-    return {
+    pools = {
         pool.name: PoolState(number, pool, allocators[pool.name], stores[pool.name])
         for number, pool in enumerate(header.pools)
     }
+    return Target(pools, composite, slots)
 
 
 def _check_device(device: str) -> None:
@@ -218,7 +239,7 @@ def build_allocators(
     """
     from allocator import AllocatorError
 
-    end_class, float_class = _classes(options.allocator)
+    end_class, float_class = loaded_classes(options.allocator)
     made: dict[str, Any] = {}
     for pool in header.pools:
         is_float = pool.grow_direction == "float"
@@ -243,14 +264,24 @@ def build_allocators(
             raise UsageError(
                 f"{chosen.__module__}:{chosen.__name__} does not take MultiEndedAllocator's arguments: {error}"
             ) from None
-        _check_surface(made[pool.name], pool)
-        if "move_cap" in header.settings:
-            made[pool.name]._lazy_max_moves_per_call = _move_cap(header)
+        prepare(made[pool.name], pool, header)
     chain = [made[spec.name] for spec in buffer.sub_pool_specs]
     for low, high in itertools.pairwise(chain):
         low.bind_high_peer(high)
         high.bind_low_peer(low)
     return made
+
+
+def prepare(made: Any, pool: PoolHeader, header: Header) -> None:
+    """Look at an allocator that was made for a pool, and give it the header's settings.
+
+    Raises:
+        UsageError: it lacks what a replay drives or reads.
+        ImpossibleEvent: page counts that do not follow from the header's bytes.
+    """
+    _check_surface(made, pool)
+    if "move_cap" in header.settings:
+        made._lazy_max_moves_per_call = _move_cap(header)
 
 
 def _move_cap(header: Header) -> int:
@@ -260,7 +291,12 @@ def _move_cap(header: Header) -> int:
     return cap
 
 
-def _classes(name: str) -> tuple[type[Any], type[Any]]:
+def loaded_classes(name: str) -> tuple[type[Any], type[Any]]:
+    """The classes for ends and for floats that ``--allocator`` names.
+
+    Raises:
+        UsageError: a class that is not there.
+    """
     from allocator import FloatMultiEndedAllocator, MultiEndedAllocator
 
     if name == "kvtape":

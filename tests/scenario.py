@@ -14,7 +14,7 @@ import torch
 from allocator import FloatMultiEndedAllocator, MultiEndedAllocator
 from recorder.trace import UNSET, EventKind, Header, PoolHeader, Provenance, TraceWriter
 from replayer.hazards import Hazards, ReplayEvent
-from replayer.targets import TargetOptions, build_pools
+from replayer.targets import Target, TargetOptions, build_target
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Scenario:
         if leases_shut_gates:
             self.header.settings["move_gate"] = "leases"
         self.path = path
+        states = self._target(self.header).pools
         self.writer = TraceWriter(path, self.header, force=force)
-        states = build_pools(self.header, TargetOptions(kv="stamp"), _Silent())
         self.pools: dict[str, MultiEndedAllocator] = {name: state.allocator for name, state in states.items()}
         self.numbers = {name: number for number, name in enumerate(self.pools)}
         self.results = results
@@ -130,6 +130,9 @@ class Scenario:
         if leases_shut_gates:
             self._install_gates()
         self.seq = -1
+
+    def _target(self, header: Header) -> Target:
+        return build_target(header, TargetOptions(kv="stamp"), _Silent())
 
     def write(self, kind: EventKind, pool: str | None, result: Any = UNSET, **arguments: Any) -> None:
         self.seq += 1
@@ -206,7 +209,7 @@ class Scenario:
     def forward_begin(
         self, pool: str, number: int, writes: Sequence[int] | None = None, reads: Sequence[int] | None = None
     ) -> None:
-        event = self.events.setdefault(number, ReplayEvent(number, self.hazards))
+        event = self.event(number)
         self.pools[pool].set_latest_forward_done_event(event)
         self.pools[pool].set_inflight_forward(
             event, None if writes is None else torch.tensor(list(writes), dtype=torch.int64)
@@ -215,6 +218,10 @@ class Scenario:
             EventKind.FORWARD_BEGIN, pool, value=number, list0=None if writes is None else list(writes),
             list1=None if reads is None else list(reads),
         )  # fmt: skip
+
+    def event(self, number: int) -> ReplayEvent:
+        """The done event of this number, made when it is first asked for."""
+        return self.events.setdefault(number, ReplayEvent(number, self.hazards))
 
     def forward_done(self, number: int) -> None:
         self.events[number].fired = True
@@ -281,8 +288,11 @@ class Scenario:
     ) -> None:  # fmt: skip
         event = self.copies[number, pool] = _Copied()
         what = "load" if kind == EventKind.LOAD_BACK_BEGIN else "backup"
-        self.pools[pool].set_hicache_transfer_done_event((pool, number, what), event)
+        self._tell_of_copy(pool, (pool, number, what), event)
         self.write(kind, pool, value=number, list0=list(places), list1=list(host_slots), list2=pages)
+
+    def _tell_of_copy(self, pool: str, key: tuple[str, int, str], event: _Copied) -> None:
+        self.pools[pool].set_hicache_transfer_done_event(key, event)
 
     def copy_done(self, number: int, pool: str | None = None) -> None:
         """A copy is over; without a pool, those of this number in all pools."""

@@ -106,7 +106,7 @@ class Checks(Reservations):
         self._over: list[ReplayEvent] = []
         self._judged_before: int | None = None
         self._could_open = False
-        self._left: IntArray = np.empty(0, dtype=np.int64)
+        self._left: dict[str, IntArray] = {}
         self._answers = Answers()
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
 
@@ -345,9 +345,9 @@ class Checks(Reservations):
         self.hold(C13=len(pages))
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
-        self._left = state.placed_physical[pages]
+        places = self._left[state.name] = state.placed_physical[pages]
         state.placed_physical[pages] = -1
-        state.placed_virtual[self._left] = -1
+        state.placed_virtual[places] = -1
         state.oracle.end_pages(pages)
         state.changes += 1
 
@@ -357,7 +357,7 @@ class Checks(Reservations):
             if (rows != -1).any():
                 raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
                                    pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
-            check_places(state, self._left)
+            check_places(state, self._left.pop(state.name))
             self.hold(C1=len(pages))
 
     # -- after events

@@ -46,7 +46,9 @@ def test_every_event_of_a_released_format_is_as_it_was(version: str) -> None:
         if event["result"] is UNSET:
             event["result"] = {"not_recorded": True}
     assert events == expected["events"]
-    assert {event["kind"] for event in events} == {kind.name for kind in EventKind if kind <= LAST_KIND[version]}
+    assert {event["kind"] for event in events} == {
+        kind.name for kind in EventKind if kind <= LAST_KIND[version]
+    }
     assert states == [StateRow(after, figures(pools)) for after, pools in expected["states"]]
     assert reader.ended == "clean" and reader.footer is not None
     # A key that a version did not have yet reads as "as before".

@@ -1,0 +1,94 @@
+"""What an open free group of a composite with a window has queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Queued:
+    """One free of both sides: token ids (int64 ``[n]``), which of their pages had a window page then (bool ``[n]``; None: all), and how
+    many times window pages had been released in this group."""
+
+    tokens: torch.Tensor
+    was_paired: torch.Tensor | None
+    releases: int
+
+
+class PairedFreeGroup:
+    """Frees held back. Which window page goes with a full page is settled when the free is queued: a cache may pair the id again before
+    the group closes, and that page is not this free's to release (sgl-project/sglang#36135, #36381, #36646).
+
+    Args:
+        page_size: tokens in a page.
+        num_virtual_ids: virtual pages there are.
+        device: where ids are.
+    """
+
+    def __init__(self, page_size: int, num_virtual_ids: int, device: str | torch.device) -> None:
+        self._page_size, self._num_ids, self._device = page_size, num_virtual_ids, device
+        self.both: list[Queued] = []
+        self.full_only: list[torch.Tensor] = []
+        #: Token ids that stand for whole pages.
+        self.both_segments: list[Queued] = []
+        self.full_segments: list[torch.Tensor] = []
+        self._releases = 0
+        #: After which release each virtual page gave up its window page, int64 ``[num_virtual_ids + 1]``; made when first needed.
+        self._released_at: torch.Tensor | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.both or self.full_only or self.both_segments or self.full_segments)
+
+    def queue(self, tokens: torch.Tensor, was_paired: torch.Tensor) -> None:
+        self.both.append(Queued(tokens, was_paired, self._releases))
+
+    def queue_segment(self, representatives: torch.Tensor) -> None:
+        self.both_segments.append(Queued(representatives, None, self._releases))
+
+    def note_released(self, virtual_pages: torch.Tensor) -> None:
+        """The window pages of these (int64 ``[n]``) were released or given to others: what was queued has no claim on later ones."""
+        if not (self.both or self.both_segments):
+            return
+        self._releases += 1
+        if self._released_at is None:
+            self._released_at = torch.zeros(self._num_ids + 1, dtype=torch.int64, device=self._device)
+        self._released_at.index_fill_(0, virtual_pages.clamp(0, self._num_ids), self._releases)
+
+    def claimed(self, queued: Sequence[Queued]) -> torch.Tensor:
+        """The tokens of ``queued``, one after another, whose window pages are still theirs: int64. Reads the device unless these are all of
+        segments and nothing was released since."""
+        tokens = self.tokens(queued)
+        masks = [self._mask(entry) for entry in queued]
+        if all(mask is None for mask in masks):
+            return tokens
+        return tokens[
+            torch.cat(
+                [
+                    torch.ones_like(entry.tokens, dtype=torch.bool) if mask is None else mask
+                    for entry, mask in zip(queued, masks, strict=True)
+                ]
+            )
+        ]
+
+    @staticmethod
+    def tokens(queued: Sequence[Queued]) -> torch.Tensor:
+        return queued[0].tokens if len(queued) == 1 else torch.cat([entry.tokens for entry in queued])
+
+    def _mask(self, entry: Queued) -> torch.Tensor | None:
+        if self._released_at is None or entry.releases == self._releases:
+            return entry.was_paired
+        pages = torch.div(entry.tokens, self._page_size, rounding_mode="floor").clamp(0, self._num_ids)
+        kept = self._released_at[pages] <= entry.releases
+        return kept if entry.was_paired is None else kept & entry.was_paired
+
+    def waiting_for(self, virtual_pages: torch.Tensor) -> torch.Tensor:
+        """Which of these pages (int64 ``[n]``) are queued together with the window page that they have: bool ``[n]``."""
+        waiting = torch.zeros_like(virtual_pages, dtype=torch.bool)
+        for entry in (*self.both, *self.both_segments):
+            mask = self._mask(entry)
+            pages = torch.div(entry.tokens, self._page_size, rounding_mode="floor")
+            waiting |= torch.isin(virtual_pages, pages if mask is None else torch.where(mask, pages, -1))
+        return waiting
