@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recorder.trace import PoolHeader
-from replayer.content import IntArray, KVStore
+from replayer.content import IntArray, KVStore, Mask
 from replayer.oracle import PageRecords, PoolOracle, TraceContradiction
 
 
@@ -48,6 +48,8 @@ class PoolState:
         #: Pages of ``alloc_physical`` since a load was queued last, less those cancelled: nothing moves until there are none.
         self.awaiting_load = 0
         self.arrived: dict[int, PageRecords] = {}
+        #: By virtual page: what the running call frees, where it compacts between one free and the next.
+        self.releasing: Mask | None = None
 
     def arrive(self, places: IntArray, records: PageRecords) -> None:
         """Contents came to reserved places that have no page yet."""

@@ -35,7 +35,7 @@ from replayer.checks.partition import (
 )
 from replayer.checks.recorded import check_state
 from replayer.checks.reservations import Reservations
-from replayer.content import IntArray
+from replayer.content import IntArray, Mask
 from replayer.failure import CHECKS, CheckFailure
 from replayer.hazards import Hazards
 from replayer.ids import owner_of
@@ -126,7 +126,7 @@ class Checks(Reservations):
                 f"moved physical page(s) {shown(src_pages[virtual < 0])}, which hold no live page",
                 state.name,
             )
-        taken = state.placed_virtual[dst_pages] >= 0
+        taken = self._still_taken(state, dst_pages)
         if (taken.any() or state.reserved[dst_pages].any()) and self.on("C2"):
             places = dst_pages[taken | state.reserved[dst_pages]]
             raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
@@ -139,6 +139,18 @@ class Checks(Reservations):
         self._recent.append((seq, state.name, virtual, src_pages, dst_pages))
         self._moved.setdefault(state.name, []).append(virtual)
         self._vacated.setdefault(state.name, []).append(src_pages)
+
+    @staticmethod
+    def _still_taken(state: PoolState, places: IntArray) -> Mask:
+        """Which places hold a live page. Those of pages that the running call frees may be given up by now: then they are."""
+        owners = state.placed_virtual[places]
+        taken: Mask = owners >= 0
+        if state.releasing is not None:
+            left = taken & state.releasing[np.maximum(owners, 0)]
+            state.placed_physical[owners[left]] = -1
+            state.placed_virtual[places[left]] = -1
+            taken &= ~left
+        return taken
 
     def recent_moves(self, failure: CheckFailure) -> list[dict[str, int]]:
         """The last moves of the pages a failure names, as far back as is remembered."""
@@ -261,7 +273,7 @@ class Checks(Reservations):
     def freed(self, state: PoolState, pages: IntArray) -> None:
         physical = state.placed_physical[pages]
         state.placed_physical[pages] = -1
-        state.placed_virtual[physical] = -1
+        state.placed_virtual[physical[physical >= 0]] = -1
         state.oracle.end_pages(pages)
 
     def after_free(self, state: PoolState, pages: IntArray) -> None:
