@@ -1,4 +1,4 @@
-"""Long possible traces of level ``composite``: what a serving engine does, in random order, on every layout, strategy and mode. All hold."""
+"""Long possible traces of level ``composite``: what an engine does, in random order, on every layout, strategy and mode. All hold."""
 
 from __future__ import annotations
 
