@@ -92,7 +92,7 @@ def test_a_reader_of_sub_pools_refuses_calls_on_a_composite(tmp_path: Path, even
     maps = frame_maps(path)
     maps[0]["level"] = "sub_pool"
     path.write_bytes(encode_frames(maps))
-    with pytest.raises(ImpossibleEvent, match="of no pool|which a trace of level sub_pool has not"):
+    with pytest.raises(ImpossibleEvent, match=r"of no pool|which a trace of level sub_pool has not"):
         drain(path)
 
 
@@ -131,6 +131,6 @@ def test_what_is_new_has_the_last_numbers() -> None:
     """Numbers of event kinds are never given again."""
     assert [kind.value for kind in EventKind] == list(range(1, 42))
     assert EventKind.MARK == 26 and EventKind.HOST_FREE == 41
-    assert {kind for kind, schema in SCHEMA.items() if schema.composite_only} == set(EventKind) - set(
+    assert {kind for kind, schema in SCHEMA.items() if schema.composite_only} == set(EventKind) - {
         EventKind(number) for number in (*range(1, 27), *range(38, 42))
-    )
+    }
