@@ -87,6 +87,7 @@ class CompositeFrees(Driver):
         assert self.swa is not None
         if len(window):
             self.swa.require_may_compact()
+            self._order_eager()
         if self.checks is not None:
             self.checks.before_free(self.swa, window)
         self._call(name, getattr(self.composite, name), tokens, **arguments)
@@ -97,6 +98,7 @@ class CompositeFrees(Driver):
     ) -> None:
         if self._queued is None:
             self._require_may_compact(own, window)
+            self._order_eager()
         if self.checks is not None:
             self.checks.before_free(self.full, own)
             if self.swa is not None:
@@ -127,9 +129,16 @@ class CompositeFrees(Driver):
             return
         sides = [(self.full, own)] if self.swa is None else [(self.swa, window), (self.full, own)]
         for state, pages in sides:
-            self.checks.freed(state, pages)
+            if state.lazy or state.is_float:
+                self.checks.freed(state, pages)
+            else:  # several frees in one call, each of which moves pages, also pages that the next one frees
+                state.releasing = np.zeros(state.oracle.num_virtual_ids, dtype=np.bool_)
+                state.releasing[pages] = True
         self._judge_log()
         for state, pages in sides:
+            if state.releasing is not None:
+                state.releasing = None
+                self.checks.freed(state, pages)
             self.checks.after_free(state, pages)
 
     # -- groups
@@ -161,6 +170,8 @@ class CompositeFrees(Driver):
         queued = self._queued or []
         window = np.concatenate([_NONE, *(entry.window for entry in queued)])[self._claimed(queued)]
         self._require_may_compact(np.concatenate([_NONE, *(entry.full for entry in queued)]), window)
+        if queued:
+            self._order_eager()
 
     def _released_group(self) -> None:
         """What was queued is free now; the window pages that changed hands since are not."""

@@ -433,6 +433,7 @@ class Driver(ForwardEvents, TransferEvents):
         queued = self._group.get(state.name)
         if queued is None:
             state.require_may_compact()
+            self._order_eager(state)
         if self.checks is not None:
             state.oracle.require_live(pages, "free")
             if queued and np.isin(pages, np.concatenate(queued)).any():
@@ -441,6 +442,13 @@ class Driver(ForwardEvents, TransferEvents):
         if queued is not None:
             queued.append(pages)
         return pages
+
+    def _order_eager(self, state: PoolState | None = None) -> None:
+        """An eager pool orders its stream behind the forward stream at every free. That stream is an argument of SGLang's which a replay
+        does not have, so what it does is done here: every forward launched is over."""
+        for each in [state] if state is not None else self.by_number:
+            if not each.lazy and not each.is_float and each.last_forward >= 0:
+                self.hazards.finished_through(each.last_forward)
 
     def _freed(self, state: PoolState, pages: IntArray) -> None:
         if self.checks is None:
@@ -466,6 +474,7 @@ class Driver(ForwardEvents, TransferEvents):
             raise TraceContradiction(f"no free group of pool {state.name!r} is open")
         if queued:
             state.require_may_compact()
+            self._order_eager(state)
         self._group[state.name] = None
         self._call("free_group_end", state.allocator.free_group_end)
         if queued:

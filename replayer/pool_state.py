@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from recorder.trace import PoolHeader
-from replayer.content import IntArray, KVStore
+from replayer.content import IntArray, KVStore, Mask
 from replayer.oracle import PageRecords, PoolOracle, TraceContradiction
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class PoolState:
         self.flush_seen: tuple[int, int] | None = None
         #: The band when it was looked at last.
         self.last_band: tuple[int, int] | None = None
+        #: By virtual page: what the running call frees, where it compacts between one free and the next.
+        self.releasing: Mask | None = None
 
     def arrive(self, places: IntArray, records: PageRecords) -> None:
         """Contents came to reserved places that have no page yet."""

@@ -24,7 +24,7 @@ class FloatRoom(UnifiedSWAAllocatorBase):
 
     # -- what fits now
 
-    def _fits_page_demand(self, full_pages: int, swa_pages: int) -> bool:
+    def _fits_as_it_lies(self, full_pages: int, swa_pages: int) -> bool:
         """Whether so many pages of both sides can be taken as everything lies."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         full_beyond = max(0, full_pages - len(full.holes))
@@ -53,7 +53,7 @@ class FloatRoom(UnifiedSWAAllocatorBase):
             for pool in (self.full_attn_allocator, self.swa_attn_allocator)
         )
         # A larger demand leaves less of the gap and asks for more: what does not fit never fits again.
-        too_many = bisect_left(range(1, most + 1), True, key=lambda n: not self._fits_page_demand(n, n))
+        too_many = bisect_left(range(1, most + 1), True, key=lambda n: not self._fits_as_it_lies(n, n))
         return too_many * self.page_size
 
     # -- making it fit
@@ -63,7 +63,7 @@ class FloatRoom(UnifiedSWAAllocatorBase):
             return False
         full_pages, swa_pages = (-(-int(tokens) // self.page_size) for tokens in (full_tokens, swa_tokens))
         self._settle()
-        if self._fits_page_demand(full_pages, swa_pages):
+        if self._fits_as_it_lies(full_pages, swa_pages):
             return True
         if full_tokens != swa_tokens:
             return self._make_room_for_both(full_pages, swa_pages)
@@ -73,7 +73,7 @@ class FloatRoom(UnifiedSWAAllocatorBase):
         if self._fits_after_flush(pages):
             # What was worked out holds for the float's span as it is: it must not be trimmed before.
             self._flush_ends()
-            return self._fits_page_demand(pages, pages)
+            return self._fits_as_it_lies(pages, pages)
         if self._room_above_float(pages) is not None:
             return self._move_float_down(pages)
         if self._bytes_short(pages) > 0:
@@ -91,7 +91,7 @@ class FloatRoom(UnifiedSWAAllocatorBase):
         for pool in (self.swa_attn_allocator, self.full_attn_allocator, self.mamba_allocator):
             pool.flush_for_allocation()
         self._settle()
-        if self._fits_page_demand(full_pages, swa_pages):
+        if self._fits_as_it_lies(full_pages, swa_pages):
             return True
         demand: Mapping[Band, int] = {
             self.full_attn_allocator: full_pages,
@@ -99,19 +99,19 @@ class FloatRoom(UnifiedSWAAllocatorBase):
             self.mamba_allocator: 0,
         }
         self.swa_attn_allocator.open_side_for(demand)
-        return self._fits_page_demand(full_pages, swa_pages)
+        return self._fits_as_it_lies(full_pages, swa_pages)
 
     def _move_float_down(self, pages: int) -> bool:
         self._flush_ends()
         if not self._has_ids(pages):
             return False
-        if self._fits_page_demand(pages, pages):
+        if self._fits_as_it_lies(pages, pages):
             return True
         min_bytes = self._room_above_float(pages, flush_ends=False)
         if min_bytes is None:
             return False
         self.swa_attn_allocator.make_room(side="high", min_bytes=min_bytes)
-        return self._has_ids(pages) and self._fits_page_demand(pages, pages)
+        return self._has_ids(pages) and self._fits_as_it_lies(pages, pages)
 
     # -- what would fit
 

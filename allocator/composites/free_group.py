@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,8 @@ class PairedFreeGroup:
         self.both_segments: list[Queued] = []
         self.full_segments: list[torch.Tensor] = []
         self._releases = 0
+        #: Whether an id was given a window page since the group was opened. Before that no queued free can take a wrong one.
+        self._has_new_pairs = False
         #: After which release each virtual page gave up its window page, int64 ``[num_virtual_ids + 1]``; made when first needed.
         self._released_at: torch.Tensor | None = None
 
@@ -57,28 +59,37 @@ class PairedFreeGroup:
             self._released_at = torch.zeros(self._num_ids + 1, dtype=torch.int64, device=self._device)
         self._released_at.index_fill_(0, virtual_pages.clamp(0, self._num_ids), self._releases)
 
-    def claimed(self, queued: Sequence[Queued]) -> torch.Tensor:
+    def note_paired(self) -> None:
+        """Ids were given window pages."""
+        self._has_new_pairs = True
+
+    def claimed(
+        self, queued: Sequence[Queued], is_paired: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """The tokens of ``queued``, one after another, whose window pages are still theirs: int64. Reads the device unless these are all of
-        segments and nothing was released since."""
+        segments and no id was given a window page since.
+
+        Args:
+            is_paired: which of some tokens have a window page now, bool. A cache may have taken it for other ids, and it stays with those.
+        """
         tokens = self.tokens(queued)
         masks = [self._mask(entry) for entry in queued]
         if all(mask is None for mask in masks):
             return tokens
-        return tokens[
-            torch.cat(
-                [
-                    torch.ones_like(entry.tokens, dtype=torch.bool) if mask is None else mask
-                    for entry, mask in zip(queued, masks, strict=True)
-                ]
-            )
-        ]
+        claimed = torch.cat(
+            [
+                torch.ones_like(entry.tokens, dtype=torch.bool) if mask is None else mask
+                for entry, mask in zip(queued, masks, strict=True)
+            ]
+        )
+        return tokens[claimed & is_paired(tokens)]
 
     @staticmethod
     def tokens(queued: Sequence[Queued]) -> torch.Tensor:
         return queued[0].tokens if len(queued) == 1 else torch.cat([entry.tokens for entry in queued])
 
     def _mask(self, entry: Queued) -> torch.Tensor | None:
-        if self._released_at is None or entry.releases == self._releases:
+        if not self._has_new_pairs or self._released_at is None or entry.releases == self._releases:
             return entry.was_paired
         pages = torch.div(entry.tokens, self._page_size, rounding_mode="floor").clamp(0, self._num_ids)
         kept = self._released_at[pages] <= entry.releases

@@ -97,6 +97,31 @@ class UnifiedMambaTokenToKVPoolAllocator(StateDonor, Composite):
         """Full tokens that one state takes the bytes of, rounded up."""
         return -(-self.mamba_allocator.entry_bytes_per_page // self.full_attn_allocator.entry_bytes)
 
+    def prealloc_fits(
+        self,
+        tree_cache: Any,
+        full_tokens: int,
+        swa_tokens: int,
+        *,
+        full_budget_tokens: int,
+        swa_budget_tokens: int | None = None,
+    ) -> bool:
+        """Whether a request of a decode node is within the caller's budget; there is no window side."""
+        return full_tokens <= full_budget_tokens and (
+            swa_budget_tokens is None or swa_tokens <= swa_budget_tokens
+        )
+
+    def get_extend_allocation_demand(
+        self,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        *,
+        conservative_num_tokens: int,
+        shard_size: int,
+    ) -> int:
+        """Tokens that `alloc_extend` may take: the caller's own estimate, as SGLang's class answers."""
+        return conservative_num_tokens
+
     def debug_print(self) -> str:
         return (
             f"#full-available={self.full_attn_allocator.available_size()}, "

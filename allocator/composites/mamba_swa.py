@@ -113,13 +113,7 @@ class UnifiedMambaSWATokenToKVPoolAllocator(FloatRoom, StateDonor):
         if full_tokens < 0 or swa_tokens < 0 or full_evictable_tokens or swa_evictable_tokens or empty_pool:
             return False
         self._settle()
-        return self._fits_page_demand(self._pages_for(full_tokens), self._pages_for(swa_tokens))
-
-    def prealloc_fits_assumes_reclaim(self) -> bool:
-        return False
-
-    def prealloc_ceiling_fits(self, full_tokens: int, swa_tokens: int) -> bool | None:
-        return None
+        return self._fits_as_it_lies(self._pages_for(full_tokens), self._pages_for(swa_tokens))
 
     def prealloc_fits(
         self,
@@ -136,7 +130,7 @@ class UnifiedMambaSWATokenToKVPoolAllocator(FloatRoom, StateDonor):
         ):
             return False
         self._settle()
-        return self._fits_page_demand(self._pages_for(full_tokens), self._pages_for(swa_tokens))
+        return self._fits_as_it_lies(self._pages_for(full_tokens), self._pages_for(swa_tokens))
 
     def swa_capacity_and_available(
         self, *, full_capacity: int, swa_capacity: int

@@ -80,6 +80,24 @@ class Composite(ABC):
     def get_all_free_pages(self) -> torch.Tensor | None:
         return self.free_pages
 
+    # -- what a scheduler asks of every allocator
+
+    def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
+        """Tokens that a request takes beyond its own: none."""
+        return 0
+
+    def prealloc_fits_assumes_reclaim(self) -> bool:
+        """Whether `prealloc_fits` speaks of the pools as they would be once a cache has given up all that it can."""
+        return False
+
+    def prealloc_ceiling_fits(self, full_tokens: int, swa_tokens: int) -> bool | None:
+        """Whether a request could ever fit; None if nothing is known beyond the caller's own bound."""
+        return None
+
+    def mamba_full_cache_donor(self) -> Composite | None:
+        """Who gives up full tokens for states; None without a state pool."""
+        return None
+
     # -- gates and forwards
 
     def set_disagg_move_gate(self, gate: Callable[[], bool]) -> None:

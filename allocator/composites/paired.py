@@ -145,6 +145,16 @@ class UnifiedSWAAllocatorBase(WindowFrees):
         """Whether so many tokens of both sides can be handed out together, after making room if they cannot yet. Moves nothing while a
         gate is shut, or if it would not help."""
 
+    def new_pages_available(self, num_full_pages: int, num_swa_pages: int) -> bool:
+        """Whether so many pages of both sides can be taken together as everything lies. SGLang's answers for each side alone, which may be
+        the same bytes twice (sgl-project/sglang#39294)."""
+        self._settle()
+        return self._fits_as_it_lies(num_full_pages, num_swa_pages)
+
+    @abstractmethod
+    def _fits_as_it_lies(self, full_pages: int, swa_pages: int) -> bool:
+        """Whether so many pages of both sides can be taken together, with nothing flushed."""
+
     def schedulable_full_available_size(self) -> int:
         """Tokens of the full side alone, after a flush of its neighbour."""
         self._settle()
@@ -253,8 +263,9 @@ class UnifiedSWAAllocatorBase(WindowFrees):
             )
         pages = new_pages_extend(prefix_lens_cpu, seq_lens_cpu, self.page_size)
         # Pages are taken in order, so those with a token of the tail are the last ones. The first may be old, and bound already.
-        end = -(-int(seq_lens_cpu[0]) // self.page_size)
-        first = (int(seq_lens_cpu[0]) - swa_tail_len) // self.page_size
+        seq_len = int(seq_lens_cpu[0])
+        end = -(-seq_len // self.page_size)
+        first = (seq_len - swa_tail_len) // self.page_size
         window_pages = min(pages, end - first) if swa_tail_len else 0
         return self._alloc_together(
             pages,

@@ -86,6 +86,9 @@ class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
             return False
         return extension <= full._current_gap_bytes()
 
+    def _fits_as_it_lies(self, full_pages: int, swa_pages: int) -> bool:
+        return self._fits_page_demand(full_pages, swa_pages, compacted=False)
+
     def _compaction_allowed(self) -> bool:
         return not any(pool.moves_blocked() for pool in self._move_gate_targets())
 
@@ -95,11 +98,11 @@ class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
         pages = self._pages_for(full_tokens), self._pages_for(swa_tokens)
         if pages == (0, 0):
             return True
-        if self._fits_page_demand(*pages, compacted=False):
+        if self._fits_as_it_lies(*pages):
             return True
         # On bounds alone, where sizes come late, nothing is refused and nothing is flushed.
         self._settle()
-        if self._fits_page_demand(*pages, compacted=False):
+        if self._fits_as_it_lies(*pages):
             return True
         if not self.lazy_compaction or not self._compaction_allowed():
             return False
@@ -108,7 +111,7 @@ class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
         for pool in self._move_gate_targets():
             pool.flush_for_allocation()
         self._settle()
-        return self._fits_page_demand(*pages, compacted=False)
+        return self._fits_as_it_lies(*pages)
 
     def _pages_for(self, tokens: float) -> int:
         return -(-math.ceil(tokens) // self.page_size)

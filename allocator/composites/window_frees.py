@@ -7,7 +7,14 @@ import torch
 from allocator.composites.free_group import PairedFreeGroup
 from allocator.composites.members import Composite
 from allocator.end import MultiEndedAllocator
-from allocator.errors import FreeGroupError, NotAllocatedError, PageAlignmentError, StillPairedError, require
+from allocator.errors import (
+    BindError,
+    FreeGroupError,
+    NotAllocatedError,
+    PageAlignmentError,
+    StillPairedError,
+    require,
+)
 
 
 class WindowFrees(Composite):
@@ -56,8 +63,8 @@ class WindowFrees(Composite):
         if not group:
             return
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        window = group.claimed(group.both) if group.both else None
-        segment_window = group.claimed(group.both_segments) if group.both_segments else None
+        window = group.claimed(group.both, self._is_paired) if group.both else None
+        segment_window = group.claimed(group.both_segments, self._is_paired) if group.both_segments else None
         tokens = [group.tokens(group.both)] if group.both else []
         segments = ([group.tokens(group.both_segments)] if group.both_segments else []) + group.full_segments
         self._require_freeable(full, [*tokens, *group.full_only], segments)
@@ -90,7 +97,7 @@ class WindowFrees(Composite):
         if free_index is None or free_index.numel() == 0:
             return
         tokens = free_index.detach().to(torch.int64)
-        is_paired = self._window_place(tokens) > 0
+        is_paired = self._is_paired(tokens)
         if self._group is not None:
             self._require_freeable(self.full_attn_allocator, [tokens], [])
             self._group.queue(tokens.clone(), is_paired)
@@ -127,7 +134,7 @@ class WindowFrees(Composite):
             return
         tokens = free_index.detach().to(torch.int64)
         self._require_ids(tokens)
-        live = tokens[self._window_place(tokens) > 0]
+        live = tokens[self._is_paired(tokens)]
         if live.numel() == 0:
             return
         self._free_window(live)
@@ -198,16 +205,14 @@ class WindowFrees(Composite):
             return
         pages = self._pages(self._page_starts(full_indices, swa_indices))
         places = self._pages(swa_indices.to(torch.int64)[:: self.page_size])
-        swa = self.swa_attn_allocator
-        waiting = None
-        if self._group is not None and (self._group.both or self._group.both_segments):
-            waiting = pages[self._group.waiting_for(pages) & (swa._tables.physical_of(pages) > 0)]
-        if waiting is None or not waiting.numel():
-            swa.bind(pages, places)
-            return
-        swa._require_taken(places, NotAllocatedError)
-        swa.free(waiting * self.page_size, _pages=waiting)
-        self._note_released(waiting * self.page_size)
+        swa, group = self.swa_attn_allocator, self._group
+        if group is not None and (group.both or group.both_segments):
+            waiting = pages[group.waiting_for(pages) & (swa._tables.physical_of(pages) > 0)]
+            if waiting.numel():
+                swa._require_taken(places, BindError)
+                swa.free(waiting * self.page_size, _pages=waiting)
+                group.note_released(waiting)
+            group.note_paired()
         swa.bind(pages, places)
 
     def clear_full_to_swa_mapping(self, full_indices: torch.Tensor) -> None:
@@ -221,6 +226,9 @@ class WindowFrees(Composite):
     def _window_place(self, tokens: torch.Tensor) -> torch.Tensor:
         """Window page of each token, int64 ``[n]``: -1 if it has none, 0 for the padding page."""
         return self.swa_attn_allocator._tables.physical_of(self._pages(tokens))
+
+    def _is_paired(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._window_place(tokens) > 0
 
     def _free_tokens(self, tokens: torch.Tensor, window: torch.Tensor | None) -> None:
         """Both sides of ``tokens``, the window side of ``window`` only."""
@@ -274,7 +282,7 @@ class WindowFrees(Composite):
     def _require_unpaired(self, tokens: torch.Tensor) -> None:
         if not self._answers_at_once:
             return
-        paired = self._window_place(tokens) > 0
+        paired = self._is_paired(tokens)
 
         def refused() -> StillPairedError:
             pages = torch.unique(self._pages(tokens[paired])).tolist()

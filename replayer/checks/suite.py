@@ -40,7 +40,7 @@ from replayer.checks.progress import check_eager, check_flushed
 from replayer.checks.recorded import check_state
 from replayer.checks.reservations import Reservations
 from replayer.checks.room import check_borders, check_made_room, check_packed, check_refused, could_open
-from replayer.content import IntArray
+from replayer.content import IntArray, Mask
 from replayer.failure import CHECKS, CheckFailure
 from replayer.hazards import Hazards, ReplayEvent
 from replayer.ids import owner_of
@@ -75,6 +75,9 @@ class CheckOptions:
 
 
 class Checks(Reservations):
+    #: Calls are those of a composite, which judges a request on what all of its pools need together.
+    is_joint = False
+
     def __init__(
         self,
         pools: dict[str, PoolState],
@@ -138,7 +141,7 @@ class Checks(Reservations):
                 f"moved physical page(s) {shown(src_pages[virtual < 0])}, which hold no live page",
                 state.name,
             )
-        taken = state.placed_virtual[dst_pages] >= 0
+        taken = self._still_taken(state, dst_pages)
         if (taken.any() or state.reserved[dst_pages].any()) and self.on("C2"):
             places = dst_pages[taken | state.reserved[dst_pages]]
             raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
@@ -153,6 +156,18 @@ class Checks(Reservations):
         self._recent.append((seq, state.name, virtual, src_pages, dst_pages))
         self._moved.setdefault(state.name, []).append(virtual)
         self._vacated.setdefault(state.name, []).append(src_pages)
+
+    @staticmethod
+    def _still_taken(state: PoolState, places: IntArray) -> Mask:
+        """Which places hold a live page. Those of pages that the running call frees may be given up by now: then they are."""
+        owners = state.placed_virtual[places]
+        taken: Mask = owners >= 0
+        if state.releasing is not None:
+            left = taken & state.releasing[np.maximum(owners, 0)]
+            state.placed_physical[owners[left]] = -1
+            state.placed_virtual[places[left]] = -1
+            taken &= ~left
+        return taken
 
     def recent_moves(self, failure: CheckFailure) -> list[dict[str, int]]:
         """The last moves of the pages a failure names, as far back as is remembered."""
@@ -186,7 +201,7 @@ class Checks(Reservations):
             if need <= self._promised and need // state.page_size <= ids_left:
                 self._fail(CheckFailure("C10", f"refused {need} tokens", state.name, [], "served",
                                         f"None, though {self._promised} were promised before the call"))  # fmt: skip
-            if self.on("C12") and need // state.page_size <= ids_left:
+            if self.on("C12") and not self.is_joint and need // state.page_size <= ids_left:
                 check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
             if known == 2 and not identity:
                 self._fail(
@@ -345,7 +360,8 @@ class Checks(Reservations):
         self.hold(C13=len(pages))
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
-        places = self._left[state.name] = state.placed_physical[pages]
+        placed = state.placed_physical[pages]
+        places = self._left[state.name] = placed[placed >= 0]
         state.placed_physical[pages] = -1
         state.placed_virtual[places] = -1
         state.oracle.end_pages(pages)

@@ -78,12 +78,14 @@ def pools(made: Any) -> dict[str, Any]:
 class Scheduler:
     """Makes calls on one composite. Two with the same seed make the same ones, as long as they are answered the same."""
 
-    def __init__(self, made: Any, seed: int) -> None:
+    def __init__(self, made: Any, seed: int, slot_class: Any = None) -> None:
         self.made, self.chance = made, random.Random(seed)
         self.page_size = made.page_size
-        memory = importlib.import_module("sglang.srt.mem_cache.unified_memory_pool")
         states = getattr(made, "mamba_allocator", None)
-        self.slots = None if states is None else memory.UnifiedMambaSlotAllocator(states, 12, "cpu")
+        if states is not None and slot_class is None:
+            memory = importlib.import_module("sglang.srt.mem_cache.unified_memory_pool")
+            slot_class = memory.UnifiedMambaSlotAllocator
+        self.slots = None if states is None else slot_class(states, 12, "cpu")
         self.running: list[torch.Tensor] = []
         self.states: list[torch.Tensor] = []
         self.without_window: list[int] = []

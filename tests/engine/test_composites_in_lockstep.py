@@ -1,0 +1,76 @@
+"""Our composites against SGLang's: the same answers, tables, frontiers, lists and sizes after every call of seeded programs."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from allocator import STRATEGIES, sglang_plugin
+from replayer.targets_sglang import install_cpu_stand_ins, remove_cpu_stand_ins, sglang_version
+from tests.allocator.composite_program import Program, our_composite
+from tests.engine.composites import LAYOUTS, composite
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        sglang_version() != "0.5.23", reason="SGLang 0.5.23 is not installed (tools/build_sglang_env.sh)"
+    ),
+]
+
+STEPS = 120
+
+
+@pytest.fixture(autouse=True)
+def sglang_on_a_cpu() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what SGLang's modules do on the way in is their business
+        install_cpu_stand_ins()
+        for name in sglang_plugin.USERS:
+            importlib.import_module(name)
+    # Nobody has started a server here.
+    parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    with parallel.override(attn_dcp_size=1, attn_dcp_rank=0):
+        yield
+    remove_cpu_stand_ins()
+
+
+def run(program: Program) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    for _ in range(STEPS):
+        yield program.step(), program.sizes(), program.places()
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ours_answer_and_place_as_sglangs_do(layout: str, page_size: int, lazy: bool) -> None:
+    seed = 1000 + page_size
+    theirs = Program(composite(layout, page_size, lazy=lazy), seed)
+    assert not theirs.is_ours
+    expected = list(run(theirs))
+    assert theirs.refused and len(theirs.counts) >= 10
+    for strategy in STRATEGIES:
+        ours = Program(our_composite(layout, page_size, lazy=lazy, strategy=strategy), seed)
+        assert ours.is_ours
+        for number, (found, wanted) in enumerate(zip(run(ours), expected, strict=True)):
+            assert found == wanted, (strategy, number)
+        assert ours.counts == theirs.counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_public_name_of_sglangs_is_there_or_known_to_be_the_engines(layout: str) -> None:
+    theirs, ours = composite(layout, 4, lazy=True), our_composite(layout, 4, lazy=True, strategy="batched")
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    missing = {name for name in public if not hasattr(ours, name)}
+    assert missing <= THE_ENGINES, missing - THE_ENGINES
+
+
+#: What reads the prefix cache or the server's settings, static pools' lists, and parts of other classes that these inherit.
+THE_ENGINES = {
+    "check_decode_capacity", "create_prefill_budget", "evict_to_free_tokens", "get_cpu_copy", "load_cpu_copy", "max_new_tokens_for_memory",
+    "reclaim_for_prealloc", "merge_and_sort_free", "resize", "free_page_reps_group", "full_page_reps_group", "full_free_group",
+    "swa_req_ring", "swa_ring_cost_tokens",
+}  # fmt: skip
