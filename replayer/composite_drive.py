@@ -169,6 +169,7 @@ class CompositeDriver(CompositeFrees):
             raise TraceContradiction("the composite has no states")
         if self._value[index] < 0:
             raise TraceContradiction(f"room for {self._value[index]} states")
+        self._before_release()
         self._call("prepare_mamba_allocation", self.composite.prepare_mamba_allocation, self._value[index])
         self._released_group()
 

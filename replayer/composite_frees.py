@@ -85,6 +85,9 @@ class CompositeFrees(Driver):
     def _free_window(self, name: str, tokens: torch.Tensor, window: IntArray, **arguments: Any) -> None:
         """The window side goes at once, in a group too."""
         assert self.swa is not None
+        if len(window):
+            self.swa.require_may_compact()
+            self._order_eager()
         if self.checks is not None:
             self.checks.before_free(self.swa, window)
         self._call(name, getattr(self.composite, name), tokens, **arguments)
@@ -93,6 +96,9 @@ class CompositeFrees(Driver):
     def _free_together(
         self, name: str, tokens: torch.Tensor, own: IntArray, window: IntArray, **arguments: Any
     ) -> None:
+        if self._queued is None:
+            self._require_may_compact(own, window)
+            self._order_eager()
         if self.checks is not None:
             self.checks.before_free(self.full, own)
             if self.swa is not None:
@@ -111,15 +117,28 @@ class CompositeFrees(Driver):
         else:
             self._judge_log()
 
+    def _require_may_compact(self, own: IntArray, window: IntArray) -> None:
+        if len(own):
+            self.full.require_may_compact()
+        if self.swa is not None and len(window):
+            self.swa.require_may_compact()
+
     def _freed_together(self, own: IntArray, window: IntArray) -> None:
         if self.checks is None:
             self.hazards.log.clear()
             return
         sides = [(self.full, own)] if self.swa is None else [(self.swa, window), (self.full, own)]
         for state, pages in sides:
-            self.checks.freed(state, pages)
+            if state.lazy or state.is_float:
+                self.checks.freed(state, pages)
+            else:  # several frees in one call, each of which moves pages, also pages that the next one frees
+                state.releasing = np.zeros(state.oracle.num_virtual_ids, dtype=np.bool_)
+                state.releasing[pages] = True
         self._judge_log()
         for state, pages in sides:
+            if state.releasing is not None:
+                state.releasing = None
+                self.checks.freed(state, pages)
             self.checks.after_free(state, pages)
 
     # -- groups
@@ -133,6 +152,7 @@ class CompositeFrees(Driver):
     def _joint_free_group_end(self, state: PoolState, index: int) -> None:
         if self._queued is None:
             raise TraceContradiction("no free group of the composite is open")
+        self._before_release()
         self._call("free_group_end", self.composite.free_group_end)
         self._released_group()
         self._queued = None
@@ -141,8 +161,17 @@ class CompositeFrees(Driver):
         method = getattr(self.composite, "flush_deferred_full_frees", None)
         if method is None:
             raise TraceContradiction("the composite has no flush_deferred_full_frees")
+        self._before_release()
         self._call("flush_deferred_full_frees", method)
         self._released_group()
+
+    def _before_release(self) -> None:
+        """What is queued is about to be freed."""
+        queued = self._queued or []
+        window = np.concatenate([_NONE, *(entry.window for entry in queued)])[self._claimed(queued)]
+        self._require_may_compact(np.concatenate([_NONE, *(entry.full for entry in queued)]), window)
+        if queued:
+            self._order_eager()
 
     def _released_group(self) -> None:
         """What was queued is free now; the window pages that changed hands since are not."""
@@ -284,6 +313,11 @@ class CompositeFrees(Driver):
             virtual = state.placed_virtual[places[(places > 0) & (places < state.num_pages)]]
             self._require_not_queued(state, virtual[virtual >= 0])
         super()._release_physical(state, index, method)
+
+    def _free_group_begin(self, state: PoolState, index: int) -> None:
+        if not state.is_state:
+            raise TraceContradiction("frees of tokens are grouped by the composite, not by its members")
+        super()._free_group_begin(state, index)
 
     def _clear(self, state: PoolState, index: int) -> None:
         raise TraceContradiction("the pools of a composite are cleared together")

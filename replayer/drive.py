@@ -61,7 +61,6 @@ class Driver(ForwardEvents, TransferEvents):
         self.driven = self.nested = self.refused = 0
         self._asked: list[ReplayEvent] = []
         self._group: dict[str, list[IntArray] | None] = {}
-        self._group_segments: dict[str, list[IntArray]] = {}
         self._handlers: dict[int, Callable[[PoolState, int], None]] = {
             int(kind): getattr(self, "_" + kind.name.lower(), self._of_a_composite) for kind in EventKind
         }
@@ -362,6 +361,8 @@ class Driver(ForwardEvents, TransferEvents):
 
     def _release_physical(self, state: PoolState, index: int, method: str) -> None:
         tokens = self._must(0, index)
+        if len(tokens):
+            state.require_may_compact(len(tokens) // state.page_size if method.startswith("cancel") else 0)
         if self.checks is None:
             self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
             self.hazards.log.clear()
@@ -418,8 +419,6 @@ class Driver(ForwardEvents, TransferEvents):
                 f"free_segment starts at position {start}, no border of {state.page_size}-token pages"
             )
         own = self._freeing(state, tokens[:: state.page_size] // state.page_size)
-        if self._group.get(state.name) is not None and state.page_size > 1:
-            self._group_segments.setdefault(state.name, []).append(own)
         tensor = (
             self._tensor(0, index) if self.ids.identity else torch.from_numpy(self.ids.tokens(state, tokens))
         )
@@ -432,6 +431,9 @@ class Driver(ForwardEvents, TransferEvents):
         """Pages about to be freed, as this allocator numbers them; judged before the call."""
         pages = self.ids.pages(state, recorded_pages)
         queued = self._group.get(state.name)
+        if queued is None:
+            state.require_may_compact()
+            self._order_eager(state)
         if self.checks is not None:
             state.oracle.require_live(pages, "free")
             if queued and np.isin(pages, np.concatenate(queued)).any():
@@ -441,8 +443,15 @@ class Driver(ForwardEvents, TransferEvents):
             queued.append(pages)
         return pages
 
-    def _freed(self, state: PoolState, pages: IntArray, segments: IntArray | None = None) -> None:
-        """``segments``: those of ``pages`` that a closing group frees after the others."""
+    def _order_eager(self, state: PoolState | None = None) -> None:
+        """An eager pool orders its stream behind the forward stream at every free. That stream is an argument of SGLang's which a replay
+        does not have, so what it does is done here: every forward launched is over."""
+        for each in [state] if state is not None else self.by_number:
+            if not each.lazy and not each.is_float and each.last_forward >= 0:
+                self.hazards.finished_through(each.last_forward)
+
+    def _freed(self, state: PoolState, pages: IntArray, *, in_steps: bool = False) -> None:
+        """``in_steps``: an eager pool frees these in several releases, each of which moves pages, also pages that the next one frees."""
         if self.checks is None:
             self.hazards.log.clear()
             return
@@ -450,15 +459,15 @@ class Driver(ForwardEvents, TransferEvents):
             self._judge_log()
             self.checks.queued(state, pages)
             return
-        if segments is None or state.lazy or len(segments) == len(pages):
+        if in_steps and not state.lazy and not state.is_float:
+            state.releasing = np.zeros(state.oracle.num_virtual_ids, dtype=np.bool_)
+            state.releasing[pages] = True
+            self._judge_log()
+            state.releasing = None
+            self.checks.freed(state, pages)
+        else:
             self.checks.freed(state, pages)
             self._judge_log()
-        else:
-            # An eager pool packs after each of the two: what the first packing moves, or fills, may be a page of the second.
-            self.checks.freed(state, pages[~np.isin(pages, segments)])
-            with self.checks.leaving(state, segments):
-                self._judge_log()
-            self.checks.freed(state, segments)
         self.checks.after_free(state, pages)
 
     def _free_group_begin(self, state: PoolState, index: int) -> None:
@@ -471,11 +480,13 @@ class Driver(ForwardEvents, TransferEvents):
         queued = self._group.get(state.name)
         if queued is None:
             raise TraceContradiction(f"no free group of pool {state.name!r} is open")
+        if queued:
+            state.require_may_compact()
+            self._order_eager(state)
         self._group[state.name] = None
-        segments = self._group_segments.pop(state.name, None)
         self._call("free_group_end", state.allocator.free_group_end)
         if queued:
-            self._freed(state, np.concatenate(queued), None if segments is None else np.concatenate(segments))
+            self._freed(state, np.concatenate(queued), in_steps=True)
 
     # -- flush and room
 
@@ -527,4 +538,3 @@ class Driver(ForwardEvents, TransferEvents):
 
     def _forget_group(self, state: PoolState) -> None:
         self._group.pop(state.name, None)
-        self._group_segments.pop(state.name, None)

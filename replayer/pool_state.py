@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from recorder.trace import PoolHeader
-from replayer.content import IntArray, KVStore
-from replayer.oracle import PageRecords, PoolOracle
+from replayer.content import IntArray, KVStore, Mask
+from replayer.oracle import PageRecords, PoolOracle, TraceContradiction
 
 if TYPE_CHECKING:
     from replayer.hazards import ReplayEvent
@@ -58,11 +58,24 @@ class PoolState:
         self.flush_seen: tuple[int, int] | None = None
         #: The band when it was looked at last.
         self.last_band: tuple[int, int] | None = None
+        #: By virtual page: what the running call frees, where it compacts between one free and the next.
+        self.releasing: Mask | None = None
 
     def arrive(self, places: IntArray, records: PageRecords) -> None:
         """Contents came to reserved places that have no page yet."""
         for row, place in enumerate(places.tolist()):
             self.arrived[place] = records.kept(np.array([row]))
+
+    def require_may_compact(self, waiting: int = 0) -> None:
+        """An eager pool moves pages at every free; while more than ``waiting`` reserved places wait for their load it must not.
+
+        Raises:
+            TraceContradiction: a free now.
+        """
+        if not self.lazy and not self.is_float and self.awaiting_load > waiting:
+            raise TraceContradiction(
+                f"pool {self.name!r} compacts at every free, and {self.awaiting_load} reserved page(s) that wait for a load must not move"
+            )
 
     # -- tables, on the host
 

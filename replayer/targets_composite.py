@@ -63,7 +63,7 @@ def build_composite(
             slots = UnifiedMambaSlotAllocator(made.mamba_allocator, _slots(header), options.device)
     except AllocatorError as error:
         raise UsageError(f"{options.allocator}: {error}") from None
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, KeyError) as error:
         raise UsageError(
             f"{chosen.__module__}:{chosen.__name__} does not fit as a composite: {error}"
         ) from None

@@ -31,6 +31,8 @@ def drain(driver: Driver, checks: Checks) -> None:
             else:
                 for state in driver.by_number:
                     _probe_capacity(driver, checks, state)
+        for state in driver.by_number:
+            _release_reserved(driver, checks, state)
         if isinstance(driver, CompositeDriver) and isinstance(checks, JointChecks):
             free_joint(driver, checks)
         for state in driver.by_number:
@@ -103,24 +105,26 @@ def _probe_capacity(driver: Driver, checks: Checks, state: PoolState) -> None:
         checks.hold(C10=1)
 
 
+def _release_reserved(driver: Driver, checks: Checks, state: PoolState) -> None:
+    reserved = np.flatnonzero(state.reserved)
+    if not len(reserved):
+        return
+    tokens = torch.from_numpy((reserved[:, None] * state.page_size + np.arange(state.page_size)).reshape(-1))
+    waiting = state.awaiting_load >= len(reserved)
+    checks.before_release_physical(state, tokens.numpy(), reserved_only=waiting)
+    release = "cancel_physical_reservation" if waiting else "free_physical"
+    driver._call("drain", getattr(state.allocator, release), tokens.to(driver.device))
+    driver._judge_log()
+
+
 def _free_all(driver: Driver, checks: Checks, state: PoolState) -> None:
     if state.allocator.free_group is not None:
         driver._call("drain", state.allocator.free_group_end)
         queued = driver._group.pop(state.name, None)
-        segments = driver._group_segments.pop(state.name, None)
         if queued:
-            driver._freed(
-                state, np.concatenate(queued), None if segments is None else np.concatenate(segments)
-            )
-    reserved = np.flatnonzero(state.reserved)
-    if len(reserved):
-        tokens = torch.from_numpy(
-            (reserved[:, None] * state.page_size + np.arange(state.page_size)).reshape(-1)
-        )
-        waiting = state.awaiting_load >= len(reserved)
-        checks.before_release_physical(state, tokens.numpy(), reserved_only=waiting)
-        release = "cancel_physical_reservation" if waiting else "free_physical"
-        driver._call("drain", getattr(state.allocator, release), tokens.to(driver.device))
+            driver._freed(state, np.concatenate(queued), in_steps=True)
+    if not state.lazy and not state.is_float and state.awaiting_load:
+        return  # pages bound without a load: nothing may move, so nothing can be freed
     pages = state.oracle.live_pages()
     if not len(pages):
         return

@@ -45,13 +45,16 @@ def probe_joint(driver: CompositeDriver, checks: JointChecks) -> None:
 
 def free_joint(driver: CompositeDriver, checks: JointChecks) -> None:
     """Close the free group, and free all that has an id on the full side through the composite."""
+    if driver._queued:
+        driver._before_release()
     if driver._queued is not None:
         driver._call("drain", driver.composite.free_group_end)
         driver._released_group()
         driver._queued = None
     full, swa = driver.full, driver.swa
     pages = full.oracle.live_pages()
-    if not len(pages):
+    blocked = [state for state in driver.by_number if not state.lazy and state.awaiting_load]
+    if not len(pages) or blocked:
         return
     checks.before_free(full, pages)
     tokens = torch.from_numpy(pages * full.page_size).to(driver.device)

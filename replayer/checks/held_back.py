@@ -10,7 +10,7 @@ from replayer.pool_state import PoolState
 
 
 def note_moved(state: PoolState, reader: ReplayEvent | None, pages: int) -> None:
-    """``pages`` were moved away in a lazy pool while ``reader`` (None: nothing) had not finished."""
+    """``pages`` were moved away in a lazy pool while the event of ``reader`` (None: nothing) had not fired."""
     if reader is not None and state.lazy:
         state.held_back.append((reader, pages))
 

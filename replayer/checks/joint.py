@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class JointChecks(Checks):
     """`Checks` of all members after each call, and those of the composite."""
 
+    is_joint = True
+
     def __init__(
         self,
         pools: dict[str, PoolState],

@@ -61,12 +61,16 @@ def check_reported(state: PoolState) -> None:
 
 
 def check_given_up(state: PoolState) -> None:
-    """C5 for pages that have left the band since it was looked at last: they hold nothing.
+    """C5 for a band that leaves the pool, and for pages that have left the band since it was looked at last: they hold nothing.
 
     Raises:
         CheckFailure: C5.
     """
     low, high = band = state.band()
+    if low > high or (low < high and (low < state.min_page_index or high > state.num_pages)):
+        raise CheckFailure(
+            "C5", f"band [{low}, {high}) leaves [{state.min_page_index}, {state.num_pages})", state.name
+        )
     before, state.last_band = state.last_band, band
     if before is None or before == band:
         return

@@ -8,8 +8,7 @@ sweep looks at everything, to find damage outside what should have changed.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ from replayer.checks.progress import check_eager, check_flushed
 from replayer.checks.recorded import check_state
 from replayer.checks.reservations import Reservations
 from replayer.checks.room import check_borders, check_made_room, check_packed, check_refused, could_open
-from replayer.content import IntArray
+from replayer.content import IntArray, Mask
 from replayer.failure import CHECKS, CheckFailure
 from replayer.hazards import Hazards, ReplayEvent
 from replayer.ids import owner_of
@@ -79,6 +78,9 @@ class CheckOptions:
 
 
 class Checks(Reservations):
+    #: Calls are those of a composite, which judges a request on what all of its pools need together.
+    is_joint = False
+
     def __init__(
         self,
         pools: dict[str, PoolState],
@@ -103,7 +105,6 @@ class Checks(Reservations):
         self._flushes_seen = 0
         self._flushes_probed = 0
         self._promised = 0
-        self._leaving: dict[str, IntArray] = {}
         self._since_check = 0
         self._states_compared = 0
         self._inputs_checked: Capacities = ()
@@ -145,19 +146,13 @@ class Checks(Reservations):
                 f"moved physical page(s) {shown(src_pages[virtual < 0])}, which hold no live page",
                 state.name,
             )
-        leaving = self._leaving.get(state.name)
-        if leaving is not None:
-            filled = state.placed_virtual[dst_pages]
-            filled = filled[np.isin(filled, leaving)]
-            state.placed_virtual[state.placed_physical[filled]] = -1
-            state.placed_physical[filled] = -1
-        taken = state.placed_virtual[dst_pages] >= 0
+        taken = self._still_taken(state, dst_pages)
         if (taken.any() or state.reserved[dst_pages].any()) and self.on("C2"):
             places = dst_pages[taken | state.reserved[dst_pages]]
             raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
                                [int(page) for page in state.placed_virtual[places] if page > 0])  # fmt: skip
         self.hazards.judge_moves(state, src_pages, dst_pages)
-        note_moved(state, self.hazards.unfinished_reader(state.name), len(src_pages))
+        note_moved(state, self.hazards.latest_unfired(state.name), len(src_pages))
         state.changes += 1
         self.hold(C7=len(src_pages), C8=len(dst_pages), C9=1)
         state.placed_virtual[src_pages] = -1
@@ -166,6 +161,18 @@ class Checks(Reservations):
         self._recent.append((seq, state.name, virtual, src_pages, dst_pages))
         self._moved.setdefault(state.name, []).append(virtual)
         self._vacated.setdefault(state.name, []).append(src_pages)
+
+    @staticmethod
+    def _still_taken(state: PoolState, places: IntArray) -> Mask:
+        """Which places hold a live page. Those of pages that the running call frees may be given up by now: then they are."""
+        owners = state.placed_virtual[places]
+        taken: Mask = owners >= 0
+        if state.releasing is not None:
+            left = taken & state.releasing[np.maximum(owners, 0)]
+            state.placed_physical[owners[left]] = -1
+            state.placed_virtual[places[left]] = -1
+            taken &= ~left
+        return taken
 
     def recent_moves(self, failure: CheckFailure) -> list[dict[str, int]]:
         """The last moves of the pages a failure names, as far back as is remembered."""
@@ -199,7 +206,7 @@ class Checks(Reservations):
             if need <= self._promised and need // state.page_size <= ids_left:
                 self._fail(CheckFailure("C10", f"refused {need} tokens", state.name, [], "served",
                                         f"None, though {self._promised} were promised before the call"))  # fmt: skip
-            if self.on("C12") and need // state.page_size <= ids_left:
+            if self.on("C12") and not self.is_joint and need // state.page_size <= ids_left:
                 check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
             if known == 2 and not identity:
                 self._fail(
@@ -357,19 +364,11 @@ class Checks(Reservations):
             self.hold(C6=len(pages))
         self.hold(C13=len(pages))
 
-    @contextmanager
-    def leaving(self, state: PoolState, pages: IntArray) -> Iterator[None]:
-        """Meanwhile these pages may be moved, as live ones, and their places filled, as free ones."""
-        self._leaving[state.name] = pages
-        try:
-            yield
-        finally:
-            del self._leaving[state.name]
-
     def freed(self, state: PoolState, pages: IntArray) -> None:
-        left = self._left[state.name] = state.placed_physical[pages]
+        placed = state.placed_physical[pages]
+        places = self._left[state.name] = placed[placed >= 0]
         state.placed_physical[pages] = -1
-        state.placed_virtual[left] = -1
+        state.placed_virtual[places] = -1
         state.oracle.end_pages(pages)
         state.changes += 1
 
@@ -379,7 +378,7 @@ class Checks(Reservations):
             if (rows != -1).any():
                 raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
                                    pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
-            check_places(state, self._left[state.name])
+            check_places(state, self._left.pop(state.name))
             self.hold(C1=len(pages))
 
     # -- after events

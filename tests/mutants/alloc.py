@@ -90,17 +90,12 @@ class OverlapsByAPage(MultiEndedAllocator):
 
 
 class TakesTheSink(MultiEndedAllocator):
-    """Pages at the low end, where padding is written, are handed out."""
+    """A pool that grows up begins one page too low, where padding is written."""
 
-    def _make_sure_of(self, num_pages: int) -> bool:
-        return True
-
-    def _extend_watermark(self, num_pages: int) -> bool:
-        first, self.min_page_index = self.min_page_index, 0
-        try:
-            return super()._extend_watermark(num_pages)
-        finally:
-            self.min_page_index = first
+    def _reset_watermarks(self) -> None:
+        super()._reset_watermarks()
+        if self.grow_direction == "up":
+            self.watermark_physical -= 1
 
 
 class HandsOutIdsTwice(MultiEndedAllocator):
@@ -262,7 +257,7 @@ MUTANTS = [
     Mutant(OverlapsItsNeighbour, "C5", 2, scenes.grows_into_the_neighbour),
     Mutant(OverlapsByAPage, "C5", 2, scenes.grows_by_a_page, variant="down"),
     Mutant(OverlapsByAPage, "C5", 2, scenes.up_meets_down, variant="up"),
-    Mutant(TakesTheSink, "C5", 1, scenes.fills_the_buffer),
+    Mutant(TakesTheSink, "C5", 0, scenes.allocates),
     Mutant(HandsOutIdsTwice, "C3", 0, scenes.allocates),
     Mutant(ServesOneMore, "C13", 0, scenes.allocates),
     Mutant(ServesOneLess, "C13", 0, scenes.allocates),
