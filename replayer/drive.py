@@ -272,12 +272,13 @@ class Driver(ForwardEvents, TransferEvents):
         recorded = self._ids(3, index)
         known = self._result_kind[index]
         self.checks.alloc_answered(state, need, tokens, recorded, known, identity=self.ids.identity)
-        if tokens is None:
+        if tokens is None or result is None:
             return
         if not self.ids.identity and recorded is not None:
             self.ids.learn(state, recorded, tokens)
         grown = growth(tokens)
         self.checks.new_pages(state, grown)
+        self.checks.answered(self.seq, state, result, tokens)
 
     def _alloc_with_virtual(self, state: PoolState, index: int) -> None:
         self._require_guest(state, "alloc_with_virtual")
@@ -399,8 +400,17 @@ class Driver(ForwardEvents, TransferEvents):
             token_tensor = self._on_device(self._tensor(0, index))
         else:
             token_tensor = self._on_device(torch.from_numpy(self.ids.tokens(state, tokens)))
-        self._call("free", state.allocator.free, token_tensor, **arguments)
+        self._call_free("free", state.allocator.free, token_tensor, **arguments)
         self._freed(state, own)
+
+    def _call_free(self, name: str, free: Callable[..., Any], tokens: torch.Tensor, **arguments: Any) -> None:
+        """Free ids in a tensor that is overwritten afterwards, as an engine may do with its own: what is queued must be a copy."""
+        if self.checks is None:
+            self._call(name, free, tokens, **arguments)
+            return
+        tokens = tokens.clone()
+        self._call(name, free, tokens, **arguments)
+        tokens.fill_(-1)
 
     def _free_segment(self, state: PoolState, index: int) -> None:
         tokens, start = self._must(0, index), self._value[index]
@@ -412,7 +422,9 @@ class Driver(ForwardEvents, TransferEvents):
         tensor = (
             self._tensor(0, index) if self.ids.identity else torch.from_numpy(self.ids.tokens(state, tokens))
         )
-        self._call("free_segment", state.allocator.free_segment, self._on_device(tensor), start_pos=start)
+        self._call_free(
+            "free_segment", state.allocator.free_segment, self._on_device(tensor), start_pos=start
+        )
         self._freed(state, own)
 
     def _freeing(self, state: PoolState, recorded_pages: IntArray) -> IntArray:
@@ -447,6 +459,8 @@ class Driver(ForwardEvents, TransferEvents):
         self._judge_log()
         if self._group.get(state.name) is None:
             self.checks.after_free(state, pages)
+        else:
+            self.checks.queued(state, pages)
 
     def _free_group_begin(self, state: PoolState, index: int) -> None:
         if self._group.get(state.name) is not None:
@@ -472,8 +486,10 @@ class Driver(ForwardEvents, TransferEvents):
         urgent = bool(self._value[index])
         method = state.allocator.flush_for_allocation if urgent else state.allocator.flush_opportunistic
         before = self.moves.moved_pages(state.name)
+        if self.checks is not None:
+            self.checks.before_flush(state)
         result = self._moved_by("flush", state, index, method)
-        if self.checks is not None and state.lazy:
+        if self.checks is not None:
             self.checks.flushed(state, urgent, result, self.moves.moved_pages(state.name) - before)
 
     def _side(self, state: PoolState, index: int) -> str:
@@ -484,14 +500,20 @@ class Driver(ForwardEvents, TransferEvents):
         return SIDES[self._value[index]]
 
     def _make_room(self, state: PoolState, index: int) -> None:
-        side = self._side(state, index)
-        self._moved_by(
-            "make_room", state, index, state.allocator.make_room, side=side, min_bytes=self._value2[index]
+        side, min_bytes = self._side(state, index), self._value2[index]
+        if self.checks is not None:
+            self.checks.before_make_room(state, side, min_bytes)
+        answer = self._moved_by(
+            "make_room", state, index, state.allocator.make_room, side=side, min_bytes=min_bytes
         )
+        if self.checks is not None:
+            self.checks.made_room(state, side, min_bytes, answer)
 
     def _compact_holes(self, state: PoolState, index: int) -> None:
         side = self._side(state, index)
         self._moved_by("compact_holes", state, index, state.allocator.compact_holes, retreat_side=side)
+        if self.checks is not None:
+            self.checks.holes_compacted(state)
 
     def _moved_by(
         self, name: str, state: PoolState, index: int, method: Callable[..., int], **arguments: Any

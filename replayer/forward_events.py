@@ -87,6 +87,8 @@ class ForwardEvents(EventArguments):
         for each in states:
             self.hazards.gate_open[each.name] = is_open
         self._install_gates(states)
+        if self.checks is not None:
+            self.checks.gate_turned()
 
     def _install_gates(self, states: Sequence[PoolState]) -> None:
         """The engine's gate, which is asked at every call, for pools that have none yet."""

@@ -88,6 +88,9 @@ class Hazards:
         self._writers: dict[str, list[_Writer]] = {}
         self._readers: list[_Reader] = []
         self._latest: dict[str, int] = {}
+        self._latest_events: dict[str, ReplayEvent] = {}
+        #: Goes up with whatever changes which forwards run and what they write.
+        self.epoch = 0
         self.read_failures: list[CheckFailure] = []
         self.leases = Leases()
         self.copies = HostCopies(self.log, self._read_failed)
@@ -105,10 +108,16 @@ class Hazards:
 
     def set_latest(self, pool: str, event: ReplayEvent | None) -> None:
         self._latest[pool] = -1 if event is None else event.number
+        self.epoch += 1
+        if event is None:
+            self._latest_events.pop(pool, None)
+        else:
+            self._latest_events[pool] = event
 
     def begin_writing(self, state: PoolState, event: ReplayEvent, tokens: IntArray | None) -> None:
         """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool. The allocator keeps one slot,
         so the forward before it is taken to be over as far as its writes go: the engine must see to that."""
+        self.epoch += 1
         writers = self._writers.setdefault(state.name, [])
         for writer in writers:
             if not writer.landed:
@@ -172,6 +181,7 @@ class Hazards:
         self.leases.forget(state)
         self.copies.forget(state)
         self._latest.pop(state.name, None)
+        self._latest_events.pop(state.name, None)
         self._writers.pop(state.name, None)
         self._readers = [reader for reader in self._readers if reader.state is not state]
 
@@ -277,8 +287,28 @@ class Hazards:
     def judge_finished(self, number: int) -> None:
         if number > self._judged_through:
             self._judged_through = number
+            self.epoch += 1
             for writers in self._writers.values():
                 writers[:] = [writer for writer in writers if writer.number > number]
+
+    @property
+    def judged_through(self) -> int:
+        """Forwards up to this one are over, as far as judging has come."""
+        return self._judged_through
+
+    def latest_unfired(self, pool: str) -> ReplayEvent | None:
+        """The event of the forward launched last in this pool, None once it has answered true. Where the stream was ordered behind it the
+        forward is over and the event need not have fired."""
+        event = self._latest_events.get(pool)
+        return None if event is None or event.fired else event
+
+    def places_to_be_written(self, state: PoolState) -> set[int]:
+        """Places where tokens that unfinished forwards were launched to write are now."""
+        places: set[int] = set()
+        for writer in self._writers.get(state.name, ()):
+            if writer.number > self._judged_through:
+                places.update(state.placed_physical[writer.pages].tolist())
+        return places
 
     def nothing_runs(self, pool: str) -> bool:
         """Whether no forward can hold pages of this pool."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ import torch
 from recorder.trace import PoolHeader
 from replayer.content import IntArray, KVStore, Mask
 from replayer.oracle import PageRecords, PoolOracle, TraceContradiction
+
+if TYPE_CHECKING:
+    from replayer.hazards import ReplayEvent
 
 
 class PoolState:
@@ -50,6 +53,13 @@ class PoolState:
         self.arrived: dict[int, PageRecords] = {}
         #: By virtual page: what the running call frees, where it compacts between one free and the next.
         self.releasing: Mask | None = None
+        #: Pages moved away while a forward had not finished: its event, and how many. See `replayer.checks.held_back`.
+        self.held_back: list[tuple[ReplayEvent, int]] = []
+        #: Counts what calls have changed about pages; after which of these, and which forwards, a flush was looked at last.
+        self.changes = 0
+        self.flush_seen: tuple[int, int] | None = None
+        #: The band when it was looked at last.
+        self.last_band: tuple[int, int] | None = None
 
     def arrive(self, places: IntArray, records: PageRecords) -> None:
         """Contents came to reserved places that have no page yet."""

@@ -255,7 +255,7 @@ def _drive(
         return
     _note_peaks(driver, outcome)
     try:
-        checks.sweep(driver.seq)
+        checks.everything(driver.seq)
     except CheckFailure as failure:
         failure.seq, failure.call = driver.seq, failure.call or "sweep after the last event"
         raise

@@ -23,6 +23,7 @@ class TransferEvents(EventArguments):
             places = places[:0]
         hold = self.hazards.leases.begin(self._value[index], state, places)
         self.hazards.judge_transfer_target(state, places[hold.virtual < 0])
+        self._gate_follows()
 
     def _lease_end(self, state: PoolState, index: int) -> None:
         if self.checks is None:
@@ -30,6 +31,12 @@ class TransferEvents(EventArguments):
             return
         count = self.hazards.leases.end(self._value[index], state, on=self.checks.on)
         self.checks.hold(C8=count, C9=count)
+        self._gate_follows()
+
+    def _gate_follows(self) -> None:
+        """Where leases shut the engine's gate, one that begins or ends turns it."""
+        if self.hazards.leases_shut_gates and self.checks is not None:
+            self.checks.gate_turned()
 
     def _backup_begin(self, state: PoolState, index: int) -> None:
         self._host_copy_begin(state, index, is_load=False)

@@ -1,4 +1,4 @@
-"""C10 and C12: what an allocator says it can hand out, and whether a flush gets anywhere.
+"""C10: what an allocator says it can hand out.
 
 The arithmetic is written again from DESIGN's contract, over the bands as they are, so that a remembered or wrongly credited capacity
 shows. Pool order is the chain, low byte end to high.
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from replayer.failure import CheckFailure
 from replayer.hazards import Hazards
-from replayer.oracle import shown
 from replayer.pool_state import PoolState
 
 #: What the recomputation reads of a chain: per pool its band, holes, whether a gate is shut, and its pages (a resize changes them).
@@ -52,10 +49,9 @@ def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int) 
         CheckFailure: C10.
     """
     state = chain[position]
-    below, above = _neighbours(chain, position)
+    below, above = neighbours(chain, position)
     low, high = state.band()
-    floor = 0 if below is None else below.band()[1] * below.page_bytes
-    ceiling = total_bytes if above is None else above.band()[0] * above.page_bytes
+    floor, ceiling = region(chain, position, total_bytes)
     holes = state.holes()
     taken = high - low - holes if state.is_float else high - low
     index_room = state.num_pages - state.min_page_index - taken
@@ -94,48 +90,22 @@ def check_gate(state: PoolState, hazards: Hazards) -> None:
         )
 
 
-def check_flushed(state: PoolState, *, urgent: bool, moves: int, hazards: Hazards) -> None:
-    """C12 after one flush of a lazy END pool with its gate open: an urgent flush leaves no hole, any other one that no forward held
-    back and no cap stopped leaves the live pages packed at the origin.
+def neighbours(chain: Sequence[PoolState], position: int) -> tuple[PoolState | None, PoolState | None]:
+    """The next pools below and above that hold bytes: an empty float is transparent."""
 
-    Raises:
-        CheckFailure: C12.
-    """
-    if not urgent and moves > state.move_cap:
-        raise CheckFailure(
-            "C12",
-            "an opportunistic flush ignored its bound",
-            state.name,
-            [],
-            f"at most {state.move_cap} moves",
-            f"{moves} moves",
-        )
-    holes = state.holes()
-    if not holes or not hazards.may_move(state.name) or state.awaiting_load:
-        return
-    if urgent:
-        raise CheckFailure(
-            "C12", "an urgent flush left holes in the band", state.name, [], "0 holes", f"{holes} holes"
-        )
-    if not hazards.nothing_runs(state.name) or state.pending() or moves >= state.move_cap:
-        return
-    low, high = state.band()
-    pages = np.sort(state.allocator._free_phys_pages.cpu().numpy())
-    packed = (
-        np.arange(high - holes, high)
-        if state.allocator.grow_direction == "up"
-        else np.arange(low, low + holes)
-    )
-    if not np.array_equal(pages, packed):
-        raise CheckFailure("C12", "a flush that nothing held back left holes among live pages", state.name, [],
-                           f"holes next to the watermark: {shown(packed)}", shown(pages))  # fmt: skip
-
-
-def _neighbours(chain: Sequence[PoolState], position: int) -> tuple[PoolState | None, PoolState | None]:
     def occupied(states: Sequence[PoolState]) -> PoolState | None:
         return next((s for s in states if not s.is_float or s.band()[1] - s.band()[0] - s.holes() > 0), None)
 
     return occupied(list(reversed(chain[:position]))), occupied(chain[position + 1 :])
+
+
+def region(chain: Sequence[PoolState], position: int, total_bytes: int) -> tuple[int, int]:
+    """Bytes between the neighbours of a pool: where the one below ends, and where the one above begins."""
+    below, above = neighbours(chain, position)
+    return (
+        0 if below is None else below.band()[1] * below.page_bytes,
+        total_bytes if above is None else above.band()[0] * above.page_bytes,
+    )
 
 
 def _credit(neighbour: PoolState | None) -> int:
@@ -145,6 +115,7 @@ def _credit(neighbour: PoolState | None) -> int:
 
 
 def float_gaps(state: PoolState, floor: int, ceiling: int) -> tuple[int, int]:
+    """Free pages below and above a float between two bytes; all of them on both sides while it is empty."""
     first = max(-(-floor // state.page_bytes), state.min_page_index)
     end = min(ceiling // state.page_bytes, state.num_pages)
     low, high = state.band()

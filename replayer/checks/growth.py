@@ -20,6 +20,7 @@ def whole_pages_growth(state: PoolState, tokens: IntArray, need: int) -> Growth:
     """
     size = state.page_size
     pages = tokens[::size] // size
+    _require_count(state, tokens, need, "alloc")
     _require_equal(state, tokens, _tokens_of(pages, size)[:need], "alloc")
     _require_fresh(state, pages)
     state.oracle.start_pages(pages, size)
@@ -38,6 +39,7 @@ def extend_growth(
     """
     size, oracle = state.page_size, state.oracle
     new, whole, loose = [], [], []
+    _require_count(state, tokens, int((seq - prefix).sum()), "alloc_extend")
     begin = 0
     chains = []
     for had, has, last_token in zip(prefix.tolist(), seq.tolist(), last.tolist(), strict=True):
@@ -81,6 +83,7 @@ def decode_growth(state: PoolState, tokens: IntArray, seq: IntArray, last: IntAr
     size, oracle = state.page_size, state.oracle
     offsets = (seq - 1) % size
     crosses = offsets == 0
+    _require_count(state, tokens, len(seq), "alloc_decode")
     if not crosses.any():
         _require_equal(state, tokens, last + 1, "alloc_decode")
         oracle.fill(last // size, offsets + 1)
@@ -99,6 +102,17 @@ def decode_growth(state: PoolState, tokens: IntArray, seq: IntArray, last: IntAr
 def _tokens_of(pages: IntArray, size: int) -> IntArray:
     tokens: IntArray = pages if size == 1 else (pages[:, None] * size + np.arange(size)).reshape(-1)
     return tokens
+
+
+def _require_count(state: PoolState, tokens: IntArray, expected: int, what: str) -> None:
+    if len(tokens) != expected:
+        raise CheckFailure(
+            "C13",
+            f"{what} answered another number of ids than was asked for",
+            state.name,
+            expected=f"{expected} ids",
+            found=f"{len(tokens)} ids",
+        )
 
 
 def _require_equal(state: PoolState, found: IntArray, expected: IntArray, what: str) -> None:

@@ -60,6 +60,58 @@ def check_reported(state: PoolState) -> None:
         )
 
 
+def check_given_up(state: PoolState) -> None:
+    """C5 for a band that leaves the pool, and for pages that have left the band since it was looked at last: they hold nothing.
+
+    Raises:
+        CheckFailure: C5.
+    """
+    low, high = band = state.band()
+    if low > high or (low < high and (low < state.min_page_index or high > state.num_pages)):
+        raise CheckFailure(
+            "C5", f"band [{low}, {high}) leaves [{state.min_page_index}, {state.num_pages})", state.name
+        )
+    before, state.last_band = state.last_band, band
+    if before is None or before == band:
+        return
+    if low == high:
+        left = np.arange(*before)
+    else:
+        left = np.concatenate(
+            [np.arange(before[0], min(low, before[1])), np.arange(max(high, before[0]), before[1])]
+        )
+    left = left[left < state.num_pages]
+    lost = left[(state.placed_virtual[left] > 0) | state.reserved[left]]
+    if len(lost):
+        raise CheckFailure(
+            "C5",
+            f"physical page(s) {shown(lost)} are live, and the band [{low}, {high}) has left them behind",
+            state.name,
+            [int(page) for page in state.placed_virtual[lost] if page > 0],
+        )
+
+
+def check_free_ids(state: PoolState) -> None:
+    """C3 from counts: as many ids are free as do not live. Which ones are wrong is looked up only if that is not so.
+
+    Raises:
+        CheckFailure: C3.
+    """
+    ids = state.allocator.free_virtual_ids
+    if ids is None or state.allocator.free_group:
+        return
+    expected = state.num_pages - state.min_page_index - state.oracle.live_count
+    if ids.shape[0] != expected:
+        sweep_free_ids(state)
+        raise CheckFailure(
+            "C3",
+            "the list of free ids is too long or too short",
+            state.name,
+            expected=f"{expected} ids",
+            found=f"{ids.shape[0]} ids",
+        )
+
+
 def check_frontiers(chain: Sequence[PoolState], total_bytes: int) -> None:
     """C5 for the bands: inside the buffer, in order, not overlapping in bytes. ``chain`` is low byte end to high.
 

@@ -15,34 +15,41 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recorder.trace import StateRow
+from replayer.checks.answers import Answers
 from replayer.checks.capacity import (
     Capacities,
     check_capacity,
-    check_flushed,
     check_gate,
     check_remembered,
     inputs_of,
 )
 from replayer.checks.contents import check_contents, sweep_contents, write_new
+from replayer.checks.held_back import already_over, check_held_back, check_returned, note_moved
 from replayer.checks.mapping import check_places, check_rows, check_sink, check_translation, sweep_tables
 from replayer.checks.partition import (
     check_counts,
+    check_free_ids,
     check_frontiers,
+    check_given_up,
     check_inside,
     check_reported,
     sweep_free_ids,
     sweep_partition,
 )
+from replayer.checks.progress import check_eager, check_flushed
 from replayer.checks.recorded import check_state
 from replayer.checks.reservations import Reservations
+from replayer.checks.room import check_borders, check_made_room, check_packed, check_refused, could_open
 from replayer.content import IntArray, Mask
 from replayer.failure import CHECKS, CheckFailure
-from replayer.hazards import Hazards
+from replayer.hazards import Hazards, ReplayEvent
 from replayer.ids import owner_of
 from replayer.oracle import Growth, shown
 from replayer.pool_state import PoolState
 
 if TYPE_CHECKING:
+    import torch
+
     from replayer.calling import FlushRecord
     from replayer.logprob import Probe
 
@@ -96,6 +103,11 @@ class Checks(Reservations):
         self._states_compared = 0
         self._inputs_checked: Capacities = ()
         self._sizes: list[tuple[int, int]] = []
+        self._over: list[ReplayEvent] = []
+        self._judged_before: int | None = None
+        self._could_open = False
+        self._left: dict[str, IntArray] = {}
+        self._answers = Answers()
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
 
         self._sweep_every = options.sweep_every or (1 if options.every == 1 else SWEEP_EVERY)
@@ -132,6 +144,8 @@ class Checks(Reservations):
             raise CheckFailure("C2", f"moved pages onto physical page(s) {shown(places)}, which are live", state.name,
                                [int(page) for page in state.placed_virtual[places] if page > 0])  # fmt: skip
         self.hazards.judge_moves(state, src_pages, dst_pages)
+        note_moved(state, self.hazards.latest_unfired(state.name), len(src_pages))
+        state.changes += 1
         self.hold(C7=len(src_pages), C8=len(dst_pages), C9=1)
         state.placed_virtual[src_pages] = -1
         state.placed_virtual[dst_pages] = virtual
@@ -184,6 +198,8 @@ class Checks(Reservations):
             if need <= self._promised and need // state.page_size <= ids_left:
                 self._fail(CheckFailure("C10", f"refused {need} tokens", state.name, [], "served",
                                         f"None, though {self._promised} were promised before the call"))  # fmt: skip
+            if self.on("C12") and need // state.page_size <= ids_left:
+                self._refused_alone(state, need)
             if known == 2 and not identity:
                 self._fail(
                     CheckFailure(
@@ -214,14 +230,83 @@ class Checks(Reservations):
                 )
         self.hold(C15=1)
 
+    def _refused_alone(self, state: PoolState, need: int) -> None:
+        """A pool's own alloc was refused: its neighbours had no more to give."""
+        check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
+
+    def gate_turned(self) -> None:
+        """C9 and C10 again: a gate, or a lease that shuts one, turned, and no call told the allocators."""
+        for at, state in enumerate(self.chain):
+            if self.on("C9"):
+                check_gate(state, self.hazards)
+            if self.on("C10"):
+                check_capacity(self.chain, at, self.total_bytes)
+        self.hold(C9=len(self.chain), C10=len(self.chain))
+
+    def before_flush(self, state: PoolState) -> None:
+        """What is known to be over before the call."""
+        self._over = already_over(state)
+        self._judged_before = self.hazards.judged_through
+
     def flushed(self, state: PoolState, urgent: bool, result: int, moved: int) -> None:
         """A flush event, whatever the allocator made of it: it tells the moves it made, and it packs (C12)."""
+        if state.is_float:
+            self._check_pool(state)
+            if self.on("C12"):
+                check_borders(state)
+                self.hold(C12=1)
+            return
+        if not state.lazy:
+            return
+        if result != moved and self.on("C1"):
+            sweep_tables(state)  # if pages were remapped whose bytes were not moved, that is what is wrong
+        self._check_pool(state)
         if result != moved:
             self._fail(CheckFailure("C4", "a flush returned another number than it moved", state.name, [], f"{moved} pages moved",
                                     f"returned {result}"))  # fmt: skip
+        try:
+            check_flushed(
+                state, urgent=urgent, moves=moved, hazards=self.hazards, judged_before=self._judged_before
+            )
+            check_returned(state, self._over, self.hazards, urgent=urgent)
+        except CheckFailure as failure:
+            self._fail(failure)
+        self.hold(C12=1)
+
+    def before_make_room(self, state: PoolState, side: str, min_bytes: int) -> None:
+        """Whether the float could open so much, and may."""
+        self._could_open = self.hazards.may_move(state.name) and not state.allocator.moves_blocked() and could_open(
+            self.chain, self.chain.index(state), side, min_bytes, self.total_bytes
+        )  # fmt: skip
+
+    def made_room(self, state: PoolState, side: str, min_bytes: int, answer: int) -> None:
+        self._check_pool(state)
+        try:
+            check_made_room(
+                self.chain, self.chain.index(state), side=side, min_bytes=min_bytes, answer=answer,
+                could=self._could_open, total_bytes=self.total_bytes,
+            )  # fmt: skip
+        except CheckFailure as failure:
+            self._fail(failure)
+        self.hold(C10=1, C12=1)
+
+    def holes_compacted(self, state: PoolState) -> None:
+        self._check_pool(state)
         if self.on("C12"):
-            check_flushed(state, urgent=urgent, moves=moved, hazards=self.hazards)
+            check_packed(state, self.hazards)
             self.hold(C12=1)
+
+    def answered(self, seq: int, state: PoolState, tensor: torch.Tensor, tokens: IntArray) -> None:
+        """An alloc answered ``tensor``; what was answered before is as it was (C13)."""
+        if self.on("C13"):
+            self._answers.note(seq, state, tensor, tokens)
+            self.hold(C13=1)
+
+    def queued(self, state: PoolState, pages: IntArray) -> None:
+        """A free inside a group frees nothing yet."""
+        if self.on("C1"):
+            check_rows(state, pages)
+            self.hold(C1=len(pages))
 
     def recorded_number(self, state: PoolState, name: str, found: int, expected: int) -> None:
         if not self.compares_recorded:
@@ -244,10 +329,14 @@ class Checks(Reservations):
 
     def place(self, state: PoolState, pages: IntArray) -> None:
         physical = state.rows("virtual_to_physical", pages)
-        inside = (physical >= state.min_page_index) & (physical < state.num_pages)
-        if not inside.all():
-            raise CheckFailure("C1", f"handed out virtual page(s) {shown(pages[~inside])} without a place", state.name,
-                               pages[~inside].tolist(), "a physical page", shown(physical[~inside]))  # fmt: skip
+        if (physical < 0).any():
+            without = pages[physical < 0]
+            raise CheckFailure("C1", f"handed out virtual page(s) {shown(without)} without a place", state.name,
+                               without.tolist(), "a physical page", "-1")  # fmt: skip
+        outside = (physical < state.min_page_index) | (physical >= state.num_pages)
+        if outside.any():
+            raise CheckFailure("C5", f"handed out physical page(s) {shown(physical[outside])}, outside the pool", state.name,
+                               pages[outside].tolist(), f"{state.min_page_index} to {state.num_pages - 1}")  # fmt: skip
         taken = (state.placed_virtual[physical] >= 0) | state.reserved[physical]
         if taken.any() and self.on("C2"):
             raise CheckFailure("C2", f"handed out physical page(s) {shown(physical[taken])}, which are live", state.name,
@@ -255,6 +344,7 @@ class Checks(Reservations):
         self.hazards.judge_handed_out(state, physical)
         state.placed_virtual[physical] = pages
         state.placed_physical[pages] = physical
+        state.changes += 1
         if self.on("C1"):
             check_places(state, physical)
             self.hold(C1=len(pages))
@@ -271,10 +361,11 @@ class Checks(Reservations):
         self.hold(C13=len(pages))
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
-        physical = state.placed_physical[pages]
+        left = self._left[state.name] = state.placed_physical[pages]
         state.placed_physical[pages] = -1
-        state.placed_virtual[physical[physical >= 0]] = -1
+        state.placed_virtual[left[left >= 0]] = -1
         state.oracle.end_pages(pages)
+        state.changes += 1
 
     def after_free(self, state: PoolState, pages: IntArray) -> None:
         if self.on("C1"):
@@ -282,6 +373,7 @@ class Checks(Reservations):
             if (rows != -1).any():
                 raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
                                    pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
+            check_places(state, self._left[state.name])
             self.hold(C1=len(pages))
 
     # -- after events
@@ -311,7 +403,7 @@ class Checks(Reservations):
             self._since_check = 0
             self._check_chain(new_flushes)
         if seq - self.last_sweep >= self._sweep_every:
-            self.sweep(seq)
+            self.everything(seq)
         if seq in self.states:
             self._compare_state(seq)
 
@@ -345,9 +437,8 @@ class Checks(Reservations):
         self._moved.clear()
         self._vacated.clear()
         for state in self.chain:
-            if self.on("C4") or self.on("C2"):
-                self._try(check_counts, state)
-                self._try(check_reported, state)
+            self._check_pool(state)
+            self._try(check_reported, state)
             if self.on("C9"):
                 check_gate(state, self.hazards)
         self.hold(C2=len(self.chain), C4=len(self.chain), C9=len(self.chain), C10=len(self.chain))
@@ -366,6 +457,16 @@ class Checks(Reservations):
                 ]
                 self._inputs_checked = inputs
         self._judge_flushes(new_flushes)
+
+    def _check_pool(self, state: PoolState) -> None:
+        """Borders, lists and counts of one pool, causes before consequences; what it costs follows what changed."""
+        self._try(check_eager, state)
+        self._try(check_given_up, state)
+        if not self._handing_over:
+            self._try(check_free_ids, state)
+        self._try(check_counts, state)
+        if self.on("C8"):
+            check_held_back(state, self.hazards)
 
     def _judge_flushes(self, records: list[FlushRecord]) -> None:
         """C12 for the last flush of each pool, the budget for all of them."""
@@ -412,8 +513,13 @@ class Checks(Reservations):
         if self.on(failure.check):
             raise failure
 
+    def everything(self, seq: int) -> None:
+        """The chain and a sweep, whatever changed and whether anything flushed."""
+        self._check_chain([])
+        self.sweep(seq)
+
     def sweep(self, seq: int) -> None:
-        """Everything, whatever changed."""
+        """Every row, page, id and byte."""
         if self._handing_over:
             return  # between bind and unbind a place has two names
         for state in self.chain:
@@ -429,4 +535,6 @@ class Checks(Reservations):
                 self.hold(C3=sweep_free_ids(state))
             if self.on("C6"):
                 self.hold(C6=sweep_contents(state))
+        if self.on("C13"):
+            self._answers.sweep()
         self.last_sweep = seq

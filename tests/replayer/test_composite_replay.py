@@ -132,7 +132,7 @@ class SettlesPairsWhenTheGroupCloses(UnifiedSWATokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor | None) -> None:
         if self._group is not None and free_index is not None:
-            self._group.full_only.append(free_index)
+            self._group.full_only.append(free_index.clone())
             return
         super().free(free_index)
 
@@ -156,7 +156,7 @@ class ReleasesThePairMadeLater(UnifiedSWATokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor | None) -> None:
         if self._group is not None and free_index is not None:
-            self._tokens += (free_index,)
+            self._tokens += (free_index.clone(),)
         super().free(free_index)
 
     def free_group_end(self) -> None:
@@ -316,7 +316,7 @@ def test_sub_pool_classes_stand_in_a_composite(tmp_path: Path, layout: Any) -> N
     s.give(ids[16:])
     s.flush_all()
     path = s.close()
-    assert failed_at(run(path, "tests.replayer.mutants:StaleInverse")) == ("C1", 2)
+    assert failed_at(run(path, "tests.mutants.tables:StaleInverse")) == ("C1", 2)
     assert run(path, "allocator:MultiEndedAllocator,allocator:FloatMultiEndedAllocator").failure is None
     assert run(path, f"allocator:{s.header.allocator}").failure is None
 

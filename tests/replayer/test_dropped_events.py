@@ -141,7 +141,7 @@ def test_a_check_that_fails_before_the_gap_is_the_verdict(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = gapped(tmp_path / "t.msgpack.zst", (9,))
-    code, figures = found(capsys, path, "--allocator", "tests.replayer.mutants:StaleInverse")
+    code, figures = found(capsys, path, "--allocator", "tests.mutants.tables:StaleInverse")
     assert code == 1 and figures["failure"]["event"] < 9 and figures["gap"] is None
 
 

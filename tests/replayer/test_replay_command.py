@@ -81,7 +81,7 @@ def test_compare_shows_strategies_side_by_side(capsys: pytest.CaptureFixture[str
 def test_a_planted_fault_exits_1_and_names_the_event(capsys: pytest.CaptureFixture[str]) -> None:
     path = TRACES / "synthetic_two_batches_one_event.msgpack.zst"
     assert run(capsys, path)[0] == 0
-    fault = "tests.replayer.mutants:SecondBatchReplacesFirst"
+    fault = "tests.mutants.forwards:SecondBatchReplacesFirst"
     code, out, _ = run(capsys, path, "--allocator", fault)
     assert code == 1
     assert "FAILED" in out and "C2" in out and "event 5" in out
@@ -97,7 +97,7 @@ def test_a_failure_lists_what_touched_the_pages(capsys: pytest.CaptureFixture[st
     assert ids
     s.free("full", ids[5:8])
     s.flush("full", urgent=True)
-    code, out, _ = run(capsys, s.close(), "--allocator", "tests.replayer.mutants:StaleInverse", "--json")
+    code, out, _ = run(capsys, s.close(), "--allocator", "tests.mutants.tables:StaleInverse", "--json")
     failure = json.loads(out)["failure"]
     assert code == 1 and failure["event"] == 2
     assert {"event": 0, "kind": "alloc"} in failure["last_events_on_these_pages"]
@@ -246,7 +246,7 @@ def test_the_budget_is_checked_whatever_else_is(capsys: pytest.CaptureFixture[st
 
 def test_a_fault_met_by_the_flush_policy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     path = TRACES / "vllm_gemma3_swa.msgpack.zst"
-    fault = "tests.replayer.mutants:StaleInverse"
+    fault = "tests.mutants.tables:StaleInverse"
     code, out, _ = run(capsys, path, "--flush-every", "20", "--allocator", fault, "--json")
     failure = json.loads(out)["failure"]
     assert (
