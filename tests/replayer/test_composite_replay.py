@@ -16,6 +16,7 @@ from allocator import (
 from recorder.trace import EventKind, ImpossibleEvent, TraceReader
 from replayer.checks import CheckOptions
 from replayer.errors import UsageError
+from replayer.history import last_events
 from replayer.main import main
 from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
@@ -445,6 +446,16 @@ def test_classes_that_are_no_composite(tmp_path: Path) -> None:
         run(path, "sglang")
     with pytest.raises(UsageError, match=r"does not fit as a composite|lacks"):
         run(path, "allocator:UnifiedMambaTokenToKVPoolAllocator")
+
+
+def test_a_failure_names_the_events_of_its_pages(tmp_path: Path) -> None:
+    path = paired_anew(tmp_path / "s.msgpack.zst")
+    found = run(path, here(SettlesPairsWhenTheGroupCloses)).failure
+    assert found is not None and found.pool == "swa"
+    assert last_events(path, found.pool, found.pages, found.seq) == [
+        (0, "alloc"), (2, "free"), (4, "set_full_to_swa_mapping"),
+    ]  # fmt: skip
+    assert last_events(path, "window", found.pages, found.seq) == []
 
 
 def test_info_shows_the_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
