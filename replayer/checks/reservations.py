@@ -144,6 +144,8 @@ class Reservations(ABC):
             self._fail(CheckFailure("C2", f"reserved physical page(s) {shown(physical)}: not {need} free tokens", state.name,
                                     [int(page) for page in state.placed_virtual[physical[taken]] if page > 0]))  # fmt: skip
         self.hazards.judge_handed_out(state, physical)
+        for place in physical.tolist():
+            state.arrived.pop(place, None)
         state.reserved[physical] = True
         state.reserved_count += len(physical)
         state.awaiting_load += len(physical)

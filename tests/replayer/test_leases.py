@@ -210,6 +210,27 @@ def test_reserved_places_are_a_transfers_target(tmp_path: Path, kv: str) -> None
     assert failed_at(run(s.close(), kv=kv)) is None
 
 
+@pytest.mark.parametrize("kv", ["stamp", "full"])
+def test_a_target_that_is_bound_or_given_back_before_the_transfer_ends(tmp_path: Path, kv: str) -> None:
+    shapes = (PAGED[0], PoolShape("swa", "up", page_size=4, layer_num=2, owner="full"))
+    s = Scenario(tmp_path / "s.msgpack.zst", shapes)
+    full = s.alloc("full", 12)
+    tokens = s.alloc_physical("swa", 8)
+    assert full and tokens
+    places = [tokens[0] // 4, tokens[4] // 4]
+    s.lease_begin(3, "swa", places)
+    s.bind("swa", [full[0] // 4], places[:1])
+    s.cancel_physical("swa", tokens[4:])
+    s.lease_end(3, "swa")
+    again = s.alloc_physical("swa", 4)
+    assert again == tokens[4:]
+    s.bind("swa", [full[4] // 4], places[1:])
+    s.free("swa", full[:8])
+    path = s.close()
+    outcome = replay(ReplayOptions(path, TargetOptions(kv=kv), CheckOptions(every=1)))
+    assert failed_at(outcome) is None, outcome.failure
+
+
 def test_a_page_that_a_step_still_writes_is_no_transfers_target(tmp_path: Path) -> None:
     """vllm-project/vllm#45357: R ends at step N, its pages become a transfer's target, and step N+1, in flight, writes one of them."""
     s = Scenario(tmp_path / "s.msgpack.zst", PAGED)
