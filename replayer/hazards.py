@@ -89,6 +89,7 @@ class Hazards:
         self._readers: list[_Reader] = []
         self._latest: dict[str, int] = {}
         self._latest_events: dict[str, ReplayEvent] = {}
+        self._slot: dict[str, tuple[ReplayEvent, IntArray | None]] = {}
         #: Goes up with whatever changes which forwards run and what they write.
         self.epoch = 0
         self.read_failures: list[CheckFailure] = []
@@ -118,6 +119,7 @@ class Hazards:
         """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool. The allocator keeps one slot,
         so the forward before it is taken to be over as far as its writes go: the engine must see to that."""
         self.epoch += 1
+        self._slot[state.name] = event, None if tokens is None else tokens // state.page_size
         writers = self._writers.setdefault(state.name, [])
         for writer in writers:
             if not writer.landed:
@@ -182,6 +184,7 @@ class Hazards:
         self.copies.forget(state)
         self._latest.pop(state.name, None)
         self._latest_events.pop(state.name, None)
+        self._slot.pop(state.name, None)
         self._writers.pop(state.name, None)
         self._readers = [reader for reader in self._readers if reader.state is not state]
 
@@ -303,12 +306,12 @@ class Hazards:
         return None if event is None or event.fired else event
 
     def places_to_be_written(self, state: PoolState) -> set[int]:
-        """Places where tokens that unfinished forwards were launched to write are now."""
-        places: set[int] = set()
-        for writer in self._writers.get(state.name, ()):
-            if writer.number > self._judged_through:
-                places.update(state.placed_physical[writer.pages].tolist())
-        return places
+        """Where those pages are now that the forward launched last was to write, unless its event has fired. It may be over all the same,
+        where the stream was ordered behind it; an allocator need not have noticed."""
+        event, pages = self._slot.get(state.name, (None, None))
+        if event is None or event.fired or pages is None:
+            return set()
+        return set(state.placed_physical[pages].tolist())
 
     def nothing_runs(self, pool: str) -> bool:
         """Whether no forward can hold pages of this pool."""

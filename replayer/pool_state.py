@@ -51,8 +51,6 @@ class PoolState:
         #: Pages of ``alloc_physical`` since a load was queued last, less those cancelled: nothing moves until there are none.
         self.awaiting_load = 0
         self.arrived: dict[int, PageRecords] = {}
-        #: By virtual page: what the running call frees, where it compacts between one free and the next.
-        self.releasing: Mask | None = None
         #: Pages moved away while a forward had not finished: its event, and how many. See `replayer.checks.held_back`.
         self.held_back: list[tuple[ReplayEvent, int]] = []
         #: Counts what calls have changed about pages; after which of these, and which forwards, a flush was looked at last.
@@ -60,6 +58,8 @@ class PoolState:
         self.flush_seen: tuple[int, int] | None = None
         #: The band when it was looked at last.
         self.last_band: tuple[int, int] | None = None
+        #: By virtual page: what the running call frees, where it compacts between one free and the next.
+        self.releasing: Mask | None = None
 
     def arrive(self, places: IntArray, records: PageRecords) -> None:
         """Contents came to reserved places that have no page yet."""

@@ -361,9 +361,10 @@ class Checks(Reservations):
         self.hold(C13=len(pages))
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
-        left = self._left[state.name] = state.placed_physical[pages]
+        placed = state.placed_physical[pages]
+        places = self._left[state.name] = placed[placed >= 0]
         state.placed_physical[pages] = -1
-        state.placed_virtual[left[left >= 0]] = -1
+        state.placed_virtual[places] = -1
         state.oracle.end_pages(pages)
         state.changes += 1
 
@@ -373,7 +374,7 @@ class Checks(Reservations):
             if (rows != -1).any():
                 raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
                                    pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
-            check_places(state, self._left[state.name])
+            check_places(state, self._left.pop(state.name))
             self.hold(C1=len(pages))
 
     # -- after events
