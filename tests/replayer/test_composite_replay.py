@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -461,6 +462,12 @@ def test_a_failure_names_the_events_of_its_pages(tmp_path: Path) -> None:
 def test_info_shows_the_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = joint(tmp_path / "s.msgpack.zst")
     assert main(["info", str(path)]) == 0
-    assert "level composite" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "level composite" in shown
+    assert "allocs refused" in shown and "8 ids freed" in shown
+    assert main(["info", str(path), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["traces"][0]
+    assert figures["level"] == "composite" and figures["composite"]["allocs_refused"] == 1
+    assert figures["composite"]["ids_freed"] == 8 and figures["pools"][0]["ids_freed"] == 0
     with TraceReader(path) as reader:
         assert reader.header.level == "composite" and reader.header.format == (1, 2)
