@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replayer.failure import CHECKS, CheckFailure
-from tests.mutants.registry import Mutant, Scene, found_without, run
+from tests.mutants.registry import CompositeScene, Mutant, Scene, found_without, run
 
 BEGIN = "<!-- mutants: python -m tests.mutants --update -->"
 END = "<!-- end of mutants -->"
@@ -43,7 +43,7 @@ class Traces:
     def __init__(self, folder: Path) -> None:
         self._folder, self._paths = folder, dict[str, Path]()
 
-    def of(self, scene: Scene) -> Path:
+    def of(self, scene: Scene | CompositeScene) -> Path:
         if scene.name not in self._paths:
             self._paths[scene.name] = scene.write(self._folder)
         return self._paths[scene.name]
