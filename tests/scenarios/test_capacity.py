@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_request_larger_than_any_hole_is_served_from_their_sum(tmp_path: Path)
     s.alloc("full", s.pools["full"].available_size())
     s.free("swa", swa[0:24:3])
     holes = sorted(s.pools["swa"]._free_phys_pages.tolist())
-    assert max(b - a for a, b in zip(holes, holes[1:], strict=False)) > 1  # no two of them touch
+    assert max(b - a for a, b in itertools.pairwise(holes)) > 1  # no two of them touch
     assert s.pools["full"].available_size() == 0
     assert s.alloc("full", 2 * 8)
     for outcome in holds_everywhere(s.close()).values():
