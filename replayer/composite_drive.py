@@ -132,11 +132,9 @@ class CompositeDriver(CompositeFrees):
         window: int | None = None,
     ) -> None:
         """What an alloc answered, on both sides; the new pages of the last ``window`` tokens have window pages, by default all."""
-        if result is None:
-            self.refused += 1
-            if self.joint is not None:
-                self._judge_log()
-                self.joint.refused(need, need if window is None else window)
+        if result is None and self.joint is not None:
+            self._judge_log()
+            self.joint.refused(need, need if window is None else window)
         if result is None or self.joint is None:
             self._grown(self.full, index, result, need, growth)
             return

@@ -57,6 +57,19 @@ class Leases:
         self._bring(hold)
         return len(hold.places)
 
+    def look(self, *, on: Callable[[str], bool]) -> int:
+        """What `end` looks at, while leases are open; how many pages.
+
+        Raises:
+            CheckFailure: C8 or C9, if ``on`` says so.
+        """
+        for hold in self._open.values():
+            if on("C9"):
+                _require_names(hold)
+            if on("C8"):
+                _require_bytes(hold)
+        return sum(len(hold.places) for hold in self._open.values())
+
     def overwritten(self, state: PoolState, places: IntArray) -> Hold | None:
         """A lease of another pool, of a page freed meanwhile, whose bytes are among those of these places."""
         if not self._open:

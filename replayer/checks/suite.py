@@ -538,4 +538,6 @@ class Checks(Reservations):
                 self.hold(C6=sweep_contents(state))
         if self.on("C13"):
             self._answers.sweep()
+        leased = self.hazards.leases.look(on=self.on)
+        self.hold(C8=leased, C9=leased)
         self.last_sweep = seq
