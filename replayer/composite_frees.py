@@ -163,7 +163,10 @@ class CompositeFrees(Driver):
     def _joint_flush_deferred_full_frees(self, state: PoolState, index: int) -> None:
         method = getattr(self.composite, "flush_deferred_full_frees", None)
         if method is None:
-            raise TraceContradiction("the composite has no flush_deferred_full_frees")
+            raise UsageError(
+                f"event {self.seq} calls flush_deferred_full_frees, which {type(self.composite).__name__} lacks: replay with another "
+                "--allocator, or --until this event"
+            )
         self._before_release()
         self._call("flush_deferred_full_frees", method)
         self._released_group()

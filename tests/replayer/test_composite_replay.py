@@ -270,6 +270,10 @@ class FreesQueuedTwice(UnifiedMambaTokenToKVPoolAllocator):
             self.full_attn_allocator.holes.add(tokens[:: self.page_size] // self.page_size)
 
 
+class LacksACall(UnifiedMambaTokenToKVPoolAllocator):
+    flush_deferred_full_frees = None  # type: ignore[assignment]
+
+
 def test_a_group_releases_once(tmp_path: Path) -> None:
     s = CompositeScenario(tmp_path / "s.msgpack.zst", MAMBA)
     ids = s.take(16)
@@ -284,6 +288,8 @@ def test_a_group_releases_once(tmp_path: Path) -> None:
     path = s.close()
     holds(path)
     assert failed_at(run(path, here(FreesQueuedTwice))) == ("C4", 3)
+    with pytest.raises(UsageError, match="event 3 calls flush_deferred_full_frees, which LacksACall lacks"):
+        run(path, here(LacksACall))
 
 
 # -- gates, states, forwards
