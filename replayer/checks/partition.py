@@ -16,7 +16,7 @@ def check_counts(state: PoolState) -> None:
     """C4 from counts, and C2 for pages that wait: batches under one event add up.
 
     Raises:
-        CheckFailure: C2 or C4.
+        CheckFailure: C2 or C4, or C3 where holes that are none explain the count.
     """
     low, high = state.band()
     holes, pending = state.holes(), state.pending()
@@ -33,6 +33,7 @@ def check_counts(state: PoolState) -> None:
         )
     live = state.live_count()
     if high - low != live + holes + pending:
+        _require_usable(state)
         raise CheckFailure(
             "C4",
             f"band [{low}, {high}) has {high - low} pages",
@@ -40,6 +41,15 @@ def check_counts(state: PoolState) -> None:
             expected=f"{live} live (by the calls) + holes + pending = {high - low}",
             found=f"{live} + {holes} + {pending} = {live + holes + pending}",
         )
+
+
+def _require_usable(state: PoolState) -> None:
+    """Looked at once counts are wrong: pages that may never be handed out are holes."""
+    holes = _on_host(state.allocator._free_phys_pages)
+    reserved = holes[(holes < state.min_page_index) | (holes >= state.num_pages)]
+    if len(reserved):
+        raise CheckFailure("C3", f"physical page(s) {shown(reserved)} are holes, outside the pool", state.name, [],
+                           f"{state.min_page_index} to {state.num_pages - 1}", shown(reserved))  # fmt: skip
 
 
 def check_reported(state: PoolState) -> None:

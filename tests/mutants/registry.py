@@ -14,6 +14,7 @@ from replayer.checks import CheckOptions
 from replayer.failure import CHECKS
 from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
+from tests.composite_scenario import CompositeScenario
 from tests.scenario import TWO_ENDS, PoolShape, Scenario
 
 
@@ -64,6 +65,28 @@ class Scene:
         return tape.close()
 
 
+@dataclass(frozen=True)
+class CompositeScene:
+    """A `Scene` whose calls are a composite's (`tests.composite_scenario`), on pages of 4 tokens."""
+
+    play: Callable[[CompositeScenario], None]
+    layout: tuple[PoolShape, ...]
+    total_bytes: int
+    leases_shut_gates: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.play.__name__
+
+    def write(self, folder: Path) -> Path:
+        tape = CompositeScenario(
+            folder / f"{self.name}.msgpack.zst", self.layout, self.total_bytes, results=False, force=True,
+            leases_shut_gates=self.leases_shut_gates,
+        )  # fmt: skip
+        self.play(tape)
+        return tape.close()
+
+
 def scene(
     shapes: tuple[PoolShape, ...] = TWO_ENDS,
     total_bytes: int = 64 * 64,
@@ -90,7 +113,7 @@ class Mutant:
     fault: type[Any]
     check: str
     event: int
-    scene: Scene
+    scene: Scene | CompositeScene
     row: str = ""
     strategy: str = "batched"
     options: dict[str, Any] = field(default_factory=dict)
@@ -134,6 +157,7 @@ def all_mutants() -> list[Mutant]:
     from tests.mutants import (
         alloc,
         capacity,
+        composites,
         contents,
         device,
         floats,
@@ -142,15 +166,29 @@ def all_mutants() -> list[Mutant]:
         free,
         syncs,
         tables,
+        transfers,
     )
 
-    modules = (flush, forwards, alloc, free, capacity, floats, tables, contents, syncs, device)
+    modules = (
+        flush,
+        forwards,
+        alloc,
+        free,
+        capacity,
+        floats,
+        tables,
+        contents,
+        transfers,
+        composites,
+        syncs,
+        device,
+    )
     mutants = [mutant for module in modules for mutant in module.MUTANTS]
     names = [mutant.name for mutant in mutants]
     assert len(set(names)) == len(names), "two mutants of one name"
     return mutants
 
 
-def all_scenes() -> list[Scene]:
+def all_scenes() -> list[Scene | CompositeScene]:
     """The scenes of all mutants, each once."""
     return list({mutant.scene.name: mutant.scene for mutant in all_mutants()}.values())

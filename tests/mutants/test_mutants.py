@@ -13,7 +13,7 @@ from replayer.checks import CheckOptions
 from replayer.replay import ReplayOptions, replay
 from replayer.targets import TargetOptions
 from tests.mutants import scenes
-from tests.mutants.registry import Mutant, Scene, all_mutants, all_scenes, run
+from tests.mutants.registry import CompositeScene, Mutant, Scene, all_mutants, all_scenes, run
 from tests.mutants.score import Traces, find
 
 pytestmark = pytest.mark.cpu
@@ -39,7 +39,7 @@ def test_each_fault_is_named_at_its_event(mutant: Mutant, traces: Traces) -> Non
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=[scene.name for scene in SCENES])
-def test_every_strategy_holds_where_mutants_fall(scene: Scene, traces: Traces) -> None:
+def test_every_strategy_holds_where_mutants_fall(scene: Scene | CompositeScene, traces: Traces) -> None:
     targets = [TargetOptions(strategy=strategy, kv="full") for strategy in STRATEGIES]
     for target in (*targets, TargetOptions(allocator=LATE, strategy="device", kv="full")):
         outcome = replay(ReplayOptions(traces.of(scene), target, CheckOptions(every=1), ledger=False))

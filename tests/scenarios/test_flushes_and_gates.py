@@ -51,7 +51,8 @@ def test_a_float_stays_while_the_gate_is_shut(tmp_path: Path) -> None:
     assert s.alloc("full", room + 4)
     assert s.pools["mid"]._band_pages() < span
     for outcome in holds_everywhere(s.close()).values():
-        assert (outcome.refused, outcome.moved_outside_flushes) == (1, 8 - 2)
+        assert outcome.refused == 1
+        assert outcome.moved_outside_flushes == 5  # as many as the float had to
 
 
 def test_credit_goes_and_comes_with_the_gate(tmp_path: Path) -> None:
@@ -94,4 +95,5 @@ def test_a_flush_costs_the_same_whatever_it_moves(tmp_path: Path) -> None:
     assert set(costs["batched"]) == {*counts, 1024}
     assert {cost for found in costs["batched"].values() for cost in found} == {2}
     assert {cost for name in ("device", "late") for found in costs[name].values() for cost in found} == {0}
-    assert costs["per-row"][20] == {2 + 20} and costs["hybrid"][15] == {2 + 15} and costs["hybrid"][16] == {2}
+    # What it was before: each row is read, and their owners are copied back to the device.
+    assert costs["per-row"][20] == {3 + 20} and costs["hybrid"][15] == {3 + 15} and costs["hybrid"][16] == {2}

@@ -135,7 +135,10 @@ def test_a_segment_whose_window_has_passed_frees_no_padding(tmp_path: Path) -> N
     s.free_swa_segment(ids[:8])
     swa, full = s.composite.swa_attn_allocator, s.composite.full_attn_allocator
     assert s.composite.translate_loc_from_full_to_swa(torch.tensor(ids[:8])).eq(0).all()
-    s.give_segment(ids[:16])
+    with pytest.raises(NotAllocatedError, match="swa"):
+        s.composite.free_segment(torch.tensor(ids[:16]), start_pos=0)  # refused as a whole
+    s.free_full_segment(ids[:8])
+    s.give_segment(ids[8:16], 8)
     for pages in (swa._free_phys_pages, full._free_phys_pages, full.free_virtual_ids):
         assert 0 not in pages.tolist()
     assert swa.allocated_count() == full.allocated_count() == 8
@@ -150,15 +153,17 @@ def test_a_queued_free_releases_the_window_page_it_was_queued_with(tmp_path: Pat
     ids = s.take(16)
     assert ids
     swa = s.composite.swa_attn_allocator
-    page, donor = ids[0] // 4, ids[4] // 4
-    first, second = (int(swa.virtual_to_physical[each]) for each in (page, donor))
+    page = ids[4] // 4
+    first = int(swa.virtual_to_physical[page])
     s.group_begin()
-    s.free_swa(ids[:4])  # queued with the first slot
-    s.set_full_to_swa_mapping(
-        ids[:4], [second * 4 + offset for offset in range(4)]
-    )  # paired again, with the donor's
+    s.give(ids[4:8])  # queued with the first slot
+    second = s.alloc_physical("swa", 4)
+    assert second
+    s.set_full_to_swa_mapping(ids[4:8], second)
     s.group_end()
-    assert int(swa.virtual_to_physical[page]) == second
-    assert int(swa.physical_to_virtual[second]) == page
+    assert int(swa.virtual_to_physical[page]) == second[0] // 4 != first
     assert int(swa.physical_to_virtual[first]) == -1
+    assert int(s.composite.full_attn_allocator.virtual_to_physical[page]) == -1
+    s.free_physical("swa", second)
+    s.take(8)
     holds_everywhere(s.close())
