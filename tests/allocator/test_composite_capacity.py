@@ -84,6 +84,16 @@ def test_a_hopeless_request_moves_nothing() -> None:
     assert made.ensure_capacity(0, 0)
 
 
+def test_window_pages_without_ids_are_no_room() -> None:
+    """Full pages are dear here, so that bytes are there for more window pages than there are ids to name them."""
+    made = make(ENDS, layers=(3, 1))
+    full, swa = made.full_attn_allocator, made.swa_attn_allocator
+    ids_in_tokens = full.free_id_count * made.page_size
+    assert swa.available_size() > ids_in_tokens
+    assert made.ensure_capacity(0, ids_in_tokens) and not made.ensure_capacity(0, ids_in_tokens + 1)
+    assert made.size_swa == ids_in_tokens
+
+
 def test_one_side_may_need_more_than_the_other() -> None:
     for layout in (ENDS, THREE):
         made = make(layout)
@@ -174,3 +184,48 @@ def test_slots_of_a_group_are_given_back_and_none_is_forgotten() -> None:
 def test_pages_of_several_slots_are_no_state_pool() -> None:
     with pytest.raises(ConfigurationError, match="one slot, not of 4"):
         UnifiedMambaSlotAllocator(make(ENDS).swa_attn_allocator, 12, "cpu")
+
+
+def test_a_hopeless_number_of_states_moves_nothing() -> None:
+    made = make(STATES, page_size=1)
+    tokens = lay(made, 60)
+    made.free(tokens[10:30])
+    before = composite_state(made)
+    made.prepare_mamba_allocation(10_000)
+    assert composite_state(made) == before
+
+
+def test_states_get_the_bytes_of_full_holes_above_the_float() -> None:
+    """The float has no holes and nowhere to go before the full pool is packed."""
+    made = make(THREE, page_size=1)
+    none = torch.zeros(1, dtype=torch.int64)
+    window = lay(made, 6)
+    count = made.full_attn_allocator.available_size()
+    seq = none + count
+    outside = made.alloc_extend_swa_tail(none, none, seq, seq, none - 1, count, 0)
+    slots = UnifiedMambaSlotAllocator(made.mamba_allocator, 100, "cpu")
+    held = slots.alloc(made.mamba_allocator.available_size())
+    assert held is not None and slots.alloc(1) is None
+    made.free_full(outside[5 : count - 5])
+    places = live_pages(made.swa_attn_allocator)
+    made.prepare_mamba_allocation(1)
+    assert slots.alloc(1) is not None
+    assert (
+        live_pages(made.swa_attn_allocator) != places
+        and (made.translate_loc_from_full_to_swa(window) > 0).all()
+    )
+    check(made)
+
+
+def test_packing_the_ends_is_tried_before_the_float_moves() -> None:
+    made = make(THREE, page_size=1)
+    none = torch.zeros(1, dtype=torch.int64)
+    lay(made, 6)
+    count = made.full_attn_allocator.available_size()
+    outside = made.alloc_extend_swa_tail(none, none, none + count, none + count, none - 1, count, 0)
+    made.free_full(outside[5 : count - 5])  # holes of the full pool: room for full pages, none for window pages
+    places = live_pages(made.swa_attn_allocator)
+    below = made.available_size()
+    assert made.alloc(below + 4) is not None
+    assert places.items() <= live_pages(made.swa_attn_allocator).items()
+    check(made)
