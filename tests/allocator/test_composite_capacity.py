@@ -217,15 +217,41 @@ def test_states_get_the_bytes_of_full_holes_above_the_float() -> None:
     check(made)
 
 
-def test_packing_the_ends_is_tried_before_the_float_moves() -> None:
-    made = make(THREE, page_size=1)
+@every_strategy
+@pytest.mark.parametrize("gate_is_open", [True, False], ids=["open", "shut"])
+def test_packing_the_ends_comes_before_moving_the_float(gate_is_open: bool, strategy: str) -> None:
+    """A float with no room on either side, between states and full pages that have holes."""
+    made = make(THREE, page_size=1, strategy=strategy)
+    made.set_disagg_move_gate(lambda: gate_is_open)
     none = torch.zeros(1, dtype=torch.int64)
     lay(made, 6)
+    slots = UnifiedMambaSlotAllocator(made.mamba_allocator, 100, "cpu")
+    states = slots.alloc(made.mamba_allocator.available_size())
     count = made.full_attn_allocator.available_size()
     outside = made.alloc_extend_swa_tail(none, none, none + count, none + count, none - 1, count, 0)
-    made.free_full(outside[5 : count - 5])  # holes of the full pool: room for full pages, none for window pages
+    slots.free(states[:-1])
+    made.free_full(outside[5 : count - 5])
+    assert made.available_size() == 0
     places = live_pages(made.swa_attn_allocator)
-    below = made.available_size()
-    assert made.alloc(below + 4) is not None
-    assert places.items() <= live_pages(made.swa_attn_allocator).items()
+    before = composite_state(made)
+    found = made.alloc(12)
+    if gate_is_open:
+        assert found is not None
+        assert places.items() <= live_pages(made.swa_attn_allocator).items()
+    else:
+        assert found is None and composite_state(made) == before
     check(made)
+
+
+def test_a_float_is_not_asked_to_move_where_a_gate_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(THREE, page_size=1)
+    is_open = True
+    made.set_disagg_move_gate(lambda: is_open)
+    lay(made, 4)
+    wanted = next(count for count in range(1, 200) if not made.can_reserve(count, count))
+    asked: list[str] = []
+    monkeypatch.setattr(made.swa_attn_allocator, "make_room", lambda **how: asked.append(how["side"]))
+    made.ensure_capacity(wanted, wanted)
+    assert asked == ["high"]
+    is_open = False
+    assert not made.ensure_capacity(wanted, wanted)
