@@ -45,9 +45,8 @@ class _Before:
             pool._settle_chain()
             pool.free(virtual_pages[is_bound] * pool.page_size)
             return
-        has_taken = self._read() != self._values or pool.holes.pages is not self._holes[0]
-        if has_taken:
-            # All of these were free before, or nothing would have been taken for them.
+        if self._read() != self._values:
+            # Something was taken, so all of these were free before.
             pool._tables.unbind(virtual_pages[is_bound], physical_pages[is_bound])
         for name, value in zip(self._names, self._values, strict=True):
             setattr(pool, name, value)

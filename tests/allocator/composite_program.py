@@ -22,10 +22,11 @@ def our_composite(
     lazy: bool,
     strategy: str,
     store: Callable[[Any, str], Any] | None = None,
+    layers: tuple[int, int] = (1, 3),
     **classes: Any,
 ) -> Any:
     """The composite of ours for what `tests.engine.composites.composite` makes of SGLang's. ``store`` makes a pool's memory from the buffer
-    and the pool's name; by default nothing is kept."""
+    and the pool's name; by default nothing is kept. ``layers``: of the full and the window pool where there is no other."""
 
     def tokens(name: str, layers: int, direction: str) -> Any:
         return allocator.MHASubPoolSpec(
@@ -37,7 +38,7 @@ def our_composite(
         temporal_state_shape=(4, 32), temporal_dtype=torch.float16,
     )  # fmt: skip
     specs = {
-        "full and swa": [tokens("full", 1, "down"), tokens("swa", 3, "up")],
+        "full and swa": [tokens("full", layers[0], "down"), tokens("swa", layers[1], "up")],
         "full and mamba": [tokens("full", 1, "down"), states],
         "full, swa and mamba": [tokens("full", 2, "down"), tokens("swa", 3, "float"), states],
     }[layout]

@@ -84,6 +84,16 @@ def test_a_hopeless_request_moves_nothing() -> None:
     assert made.ensure_capacity(0, 0)
 
 
+def test_window_pages_without_ids_are_no_room() -> None:
+    """Full pages are dear here, so that bytes are there for more window pages than there are ids to name them."""
+    made = make(ENDS, layers=(3, 1))
+    full, swa = made.full_attn_allocator, made.swa_attn_allocator
+    ids_in_tokens = full.free_id_count * made.page_size
+    assert swa.available_size() > ids_in_tokens
+    assert made.ensure_capacity(0, ids_in_tokens) and not made.ensure_capacity(0, ids_in_tokens + 1)
+    assert made.size_swa == ids_in_tokens
+
+
 def test_one_side_may_need_more_than_the_other() -> None:
     for layout in (ENDS, THREE):
         made = make(layout)
@@ -174,3 +184,74 @@ def test_slots_of_a_group_are_given_back_and_none_is_forgotten() -> None:
 def test_pages_of_several_slots_are_no_state_pool() -> None:
     with pytest.raises(ConfigurationError, match="one slot, not of 4"):
         UnifiedMambaSlotAllocator(make(ENDS).swa_attn_allocator, 12, "cpu")
+
+
+def test_a_hopeless_number_of_states_moves_nothing() -> None:
+    made = make(STATES, page_size=1)
+    tokens = lay(made, 60)
+    made.free(tokens[10:30])
+    before = composite_state(made)
+    made.prepare_mamba_allocation(10_000)
+    assert composite_state(made) == before
+
+
+def test_states_get_the_bytes_of_full_holes_above_the_float() -> None:
+    """The float has no holes and nowhere to go before the full pool is packed."""
+    made = make(THREE, page_size=1)
+    none = torch.zeros(1, dtype=torch.int64)
+    window = lay(made, 6)
+    count = made.full_attn_allocator.available_size()
+    seq = none + count
+    outside = made.alloc_extend_swa_tail(none, none, seq, seq, none - 1, count, 0)
+    slots = UnifiedMambaSlotAllocator(made.mamba_allocator, 100, "cpu")
+    held = slots.alloc(made.mamba_allocator.available_size())
+    assert held is not None and slots.alloc(1) is None
+    made.free_full(outside[5 : count - 5])
+    places = live_pages(made.swa_attn_allocator)
+    made.prepare_mamba_allocation(1)
+    assert slots.alloc(1) is not None
+    assert (
+        live_pages(made.swa_attn_allocator) != places
+        and (made.translate_loc_from_full_to_swa(window) > 0).all()
+    )
+    check(made)
+
+
+@every_strategy
+@pytest.mark.parametrize("gate_is_open", [True, False], ids=["open", "shut"])
+def test_packing_the_ends_comes_before_moving_the_float(gate_is_open: bool, strategy: str) -> None:
+    """A float with no room on either side, between states and full pages that have holes."""
+    made = make(THREE, page_size=1, strategy=strategy)
+    made.set_disagg_move_gate(lambda: gate_is_open)
+    none = torch.zeros(1, dtype=torch.int64)
+    lay(made, 6)
+    slots = UnifiedMambaSlotAllocator(made.mamba_allocator, 100, "cpu")
+    states = slots.alloc(made.mamba_allocator.available_size())
+    count = made.full_attn_allocator.available_size()
+    outside = made.alloc_extend_swa_tail(none, none, none + count, none + count, none - 1, count, 0)
+    slots.free(states[:-1])
+    made.free_full(outside[5 : count - 5])
+    assert made.available_size() == 0
+    places = live_pages(made.swa_attn_allocator)
+    before = composite_state(made)
+    found = made.alloc(12)
+    if gate_is_open:
+        assert found is not None
+        assert places.items() <= live_pages(made.swa_attn_allocator).items()
+    else:
+        assert found is None and composite_state(made) == before
+    check(made)
+
+
+def test_a_float_is_not_asked_to_move_where_a_gate_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(THREE, page_size=1)
+    is_open = True
+    made.set_disagg_move_gate(lambda: is_open)
+    lay(made, 4)
+    wanted = next(count for count in range(1, 200) if not made.can_reserve(count, count))
+    asked: list[str] = []
+    monkeypatch.setattr(made.swa_attn_allocator, "make_room", lambda **how: asked.append(how["side"]))
+    made.ensure_capacity(wanted, wanted)
+    assert asked == ["high"]
+    is_open = False
+    assert not made.ensure_capacity(wanted, wanted)

@@ -30,7 +30,7 @@ class Pages:
     def move_physical_pages(self, dst: torch.Tensor, src: torch.Tensor, page_size: int) -> None: ...
 
 
-def composite(layout: str, page_size: int, *, lazy: bool) -> Any:
+def composite(layout: str, page_size: int, *, lazy: bool, layers: tuple[int, int] = (1, 3)) -> Any:
     """SGLang's composite for a layout of `LAYOUTS`, of whichever classes stand in its modules now."""
     memory = importlib.import_module("sglang.srt.mem_cache.unified_memory_pool")
     hybrid = importlib.import_module("sglang.srt.mem_cache.allocator.unified_hybrid_swa")
@@ -46,7 +46,7 @@ def composite(layout: str, page_size: int, *, lazy: bool) -> Any:
         temporal_state_shape=(4, 32), temporal_dtype=torch.float16,
     )  # fmt: skip
     specs = {
-        "full and swa": [tokens("full", 1, "down"), tokens("swa", 3, "up")],
+        "full and swa": [tokens("full", layers[0], "down"), tokens("swa", layers[1], "up")],
         "full and mamba": [tokens("full", 1, "down"), states],
         "full, swa and mamba": [tokens("full", 2, "down"), tokens("swa", 3, "float"), states],
     }[layout]

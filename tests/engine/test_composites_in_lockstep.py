@@ -60,6 +60,15 @@ def test_ours_answer_and_place_as_sglangs_do(layout: str, page_size: int, lazy: 
         assert ours.counts == theirs.counts
 
 
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+def test_a_window_pool_of_cheaper_pages(lazy: bool) -> None:
+    """Fewer ids than window pages."""
+    expected = list(run(Program(composite(LAYOUTS[0], 4, lazy=lazy, layers=(3, 1)), 4)))
+    ours = Program(our_composite(LAYOUTS[0], 4, lazy=lazy, strategy="batched", layers=(3, 1)), 4)
+    for number, (found, wanted) in enumerate(zip(run(ours), expected, strict=True)):
+        assert found == wanted, number
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_public_name_of_sglangs_is_there_or_known_to_be_the_engines(layout: str) -> None:
     theirs, ours = composite(layout, 4, lazy=True), our_composite(layout, 4, lazy=True, strategy="batched")
