@@ -53,7 +53,7 @@ def test_ours_answer_and_place_as_sglangs_do(layout: str, page_size: int, lazy: 
     theirs = Program(composite(layout, page_size, lazy=lazy), seed)
     assert not theirs.is_ours
     expected = list(run(theirs))
-    assert theirs.refused and len(theirs.counts) >= 10
+    assert len(theirs.counts) >= 10 and (theirs.refused or layout == "full and mamba" or lazy)
     for strategy in STRATEGIES:
         ours = Program(our_composite(layout, page_size, lazy=lazy, strategy=strategy), seed)
         assert ours.is_ours
