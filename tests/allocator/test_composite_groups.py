@@ -11,6 +11,7 @@ from allocator.errors import (
 from tests.allocator.composite_state import check, composite_state, live_pages
 from tests.allocator.small_composites import (
     LAYOUTS,
+    STATES,
     every_strategy,
     every_window,
     ids,
@@ -166,3 +167,18 @@ def test_what_is_queued_can_be_freed_without_closing_the_group() -> None:
         made.free(tokens[8:])
         made.free_group_end()
         assert not live_pages(made.full_attn_allocator)
+
+
+@every_strategy
+def test_a_page_in_two_frees_of_a_group_with_states(strategy: str) -> None:
+    made = make(STATES, strategy=strategy)
+    tokens = lay(made, 16)
+    made.free_group_begin()
+    made.free(tokens[:8])
+    made.free_segment(tokens[4:8], start_pos=4)
+    before = composite_state(made)
+    with pytest.raises(DuplicateFreeError) as refused:
+        made.free_group_end()
+    assert refused.value.ids == pages_of(made, tokens[4:8])
+    assert composite_state(made) == before and made.free_group is None
+    check(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from allocator import STRATEGIES, sglang_plugin
 from replayer.targets_sglang import install_cpu_stand_ins, remove_cpu_stand_ins, sglang_version
+from tests.allocator.composite_digests import FILE, of_sglang
 from tests.allocator.composite_program import Program, our_composite
 from tests.engine.composites import LAYOUTS, composite
 
@@ -51,7 +53,7 @@ def test_ours_answer_and_place_as_sglangs_do(layout: str, page_size: int, lazy: 
     theirs = Program(composite(layout, page_size, lazy=lazy), seed)
     assert not theirs.is_ours
     expected = list(run(theirs))
-    assert theirs.refused and len(theirs.counts) >= 10
+    assert len(theirs.counts) >= 10 and (theirs.refused or layout == "full and mamba" or lazy)
     for strategy in STRATEGIES:
         ours = Program(our_composite(layout, page_size, lazy=lazy, strategy=strategy), seed)
         assert ours.is_ours
@@ -83,3 +85,7 @@ THE_ENGINES = {
     "reclaim_for_prealloc", "merge_and_sort_free", "resize", "free_page_reps_group", "full_page_reps_group", "full_free_group",
     "swa_req_ring", "swa_ring_cost_tokens",
 }  # fmt: skip
+
+
+def test_the_recorded_digests_are_sglangs() -> None:
+    assert json.loads(FILE.read_text(encoding="utf-8")) == of_sglang()
