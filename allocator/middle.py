@@ -24,6 +24,9 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         ConfigurationError: lazy compaction asked for, or a spec that does not float.
     """
 
+    #: Requests take holes from the two ends of the hole list in turn; only one that took some turns it, and `clear` does not (SGLang's).
+    _next_hole_end: Side = "low"
+
     def __init__(self, **kwargs: Any) -> None:
         if kwargs.get("lazy_compaction", False):
             raise ConfigurationError(
@@ -48,11 +51,6 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
             f"{cls.__name__} reads its holes on the host; for strategy {DEVICE_STRATEGY!r} derive it from "
             f"{DeviceFloatMultiEndedAllocator.__name__}"
         )
-
-    def clear(self) -> None:
-        #: Requests take holes from the two ends of the hole list in turn; only one that took some turns it.
-        self._next_hole_end: Side = "low"
-        super().clear()
 
     def _reset_watermarks(self) -> None:
         # Empty is empty wherever it is parked: neighbours look through.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .trace import (
+    COMPOSITE,
     Chunk,
     EventKind,
     Header,
@@ -23,9 +24,25 @@ from .trace import (
 )
 from .trace.schema import RESULT_SLOT
 
-_ALLOCATING = (EventKind.ALLOC, EventKind.ALLOC_EXTEND, EventKind.ALLOC_DECODE, EventKind.ALLOC_PHYSICAL)
+_ALLOCATING = (
+    EventKind.ALLOC,
+    EventKind.ALLOC_EXTEND,
+    EventKind.ALLOC_DECODE,
+    EventKind.ALLOC_PHYSICAL,
+    EventKind.ALLOC_EXTEND_SWA_TAIL,
+    EventKind.SLOT_ALLOC,
+)
 _DEEPEST = 20
-_FREEING = (EventKind.FREE, EventKind.FREE_SEGMENT, EventKind.FREE_PHYSICAL)
+_FREEING = (
+    EventKind.FREE,
+    EventKind.FREE_SEGMENT,
+    EventKind.FREE_PHYSICAL,
+    EventKind.FREE_FULL,
+    EventKind.FREE_FULL_SEGMENT,
+    EventKind.SLOT_FREE,
+)
+_COMPOSITE = -1
+"""Key of the figures of calls on a composite, which name no pool."""
 
 
 @dataclass
@@ -105,7 +122,7 @@ def _add(summary: Summary, chunk: Chunk) -> None:
     allocated, given = chunk.list_lengths(RESULT_SLOT), chunk.list_lengths(0)
     derived = chunk.list_lengths(1)
     for pool in np.unique(chunk.pool).tolist():
-        if pool >= 0:
+        if pool >= 0 or summary.header.level == COMPOSITE:
             figures = summary.pools.setdefault(pool, PoolFigures())
             _add_pool(figures, chunk, chunk.pool == pool, allocated, given, derived)
 
@@ -157,6 +174,7 @@ def summary_to_map(summary: Summary) -> dict[str, Any]:
             {**_record(pool), **_record(summary.pools.get(number, PoolFigures()))}
             for number, pool in enumerate(header.pools)
         ],
+        "composite": _record(summary.pools[_COMPOSITE]) if _COMPOSITE in summary.pools else None,
         "events": summary.events,
         "chunks": summary.chunks,
         "states": summary.states,

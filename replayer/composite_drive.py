@@ -195,11 +195,14 @@ class CompositeDriver(CompositeFrees):
     def _joint_flush(self, state: PoolState, index: int) -> None:
         if self._value[index]:
             raise TraceContradiction("a composite has no urgent flush; its members have")
-        before = self.moves.total()
-        result = self._moved_by("flush", self.full, index, self.composite.flush_opportunistic)
-        moved = self.moves.total() - before
+        before = {each.name: self.moves.moved_pages(each.name) for each in self.by_number}
         if self.joint is not None:
-            self.joint.flushed_together(result, moved)
+            self.joint.before_flush_together()
+        result = self._moved_by("flush", self.full, index, self.composite.flush_opportunistic)
+        if self.joint is not None:
+            self.joint.flushed_together(
+                result, {name: self.moves.moved_pages(name) - count for name, count in before.items()}
+            )
 
     def _joint_set_latest_forward_done_event(self, state: PoolState, index: int) -> None:
         event = None if self._value[index] < 0 else self._launched_everywhere(index)
@@ -247,6 +250,8 @@ class CompositeDriver(CompositeFrees):
         for each in self.by_number:
             self.hazards.gate_open[each.name] = is_open
         self._install_gates(self.by_number)
+        if self.checks is not None:
+            self.checks.gate_turned()
 
     def _install_gates(self, states: Sequence[PoolState]) -> None:
         if not self._gate_installed:

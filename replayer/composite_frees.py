@@ -90,7 +90,7 @@ class CompositeFrees(Driver):
             self._order_eager()
         if self.checks is not None:
             self.checks.before_free(self.swa, window)
-        self._call(name, getattr(self.composite, name), tokens, **arguments)
+        self._call_free(name, getattr(self.composite, name), tokens, **arguments)
         self._freed_together(_NONE, window)
 
     def _free_together(
@@ -106,7 +106,7 @@ class CompositeFrees(Driver):
         method = getattr(self.composite, name, None)
         if method is None:
             raise TraceContradiction(f"a composite without a window has no {name}")
-        self._call(name, method, tokens, **arguments)
+        self._call_free(name, method, tokens, **arguments)
         if self._queued is None:
             self._freed_together(own, window)
             return
@@ -114,8 +114,11 @@ class CompositeFrees(Driver):
         self._queued.append(_Queued(own, window, generations))
         if self.checks is None:
             self.hazards.log.clear()
-        else:
-            self._judge_log()
+            return
+        self._judge_log()
+        self.checks.queued(self.full, own)
+        if self.swa is not None:
+            self.checks.queued(self.swa, window)
 
     def _require_may_compact(self, own: IntArray, window: IntArray) -> None:
         if len(own):
@@ -160,7 +163,10 @@ class CompositeFrees(Driver):
     def _joint_flush_deferred_full_frees(self, state: PoolState, index: int) -> None:
         method = getattr(self.composite, "flush_deferred_full_frees", None)
         if method is None:
-            raise TraceContradiction("the composite has no flush_deferred_full_frees")
+            raise UsageError(
+                f"event {self.seq} calls flush_deferred_full_frees, which {type(self.composite).__name__} lacks: replay with another "
+                "--allocator, or --until this event"
+            )
         self._before_release()
         self._call("flush_deferred_full_frees", method)
         self._released_group()

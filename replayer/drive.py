@@ -16,22 +16,21 @@ from recorder.trace import Chunk, EventKind, ImpossibleEvent
 from replayer.calling import MoveLog
 from replayer.checks.growth import decode_growth, extend_growth, require_last_tokens, whole_pages_growth
 from replayer.content import IntArray
-from replayer.errors import UsageError
 from replayer.failure import CheckFailure
+from replayer.flush_events import FlushEvents
 from replayer.forward_events import ForwardEvents
 from replayer.hazards import Hazards, ReplayEvent
 from replayer.oracle import Growth, TraceContradiction
 from replayer.pool_state import PoolState
+from replayer.reservation_events import ReservationEvents
 from replayer.transfer_events import TransferEvents
 
 if TYPE_CHECKING:
     from replayer.checks import Checks
     from replayer.ledger import SyncLedger
 
-SIDES = ("low", "high")
 
-
-class Driver(ForwardEvents, TransferEvents):
+class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
     """State of one replay while it runs.
 
     Args:
@@ -299,87 +298,6 @@ class Driver(ForwardEvents, TransferEvents):
         state.oracle.start_pages(pages, state.page_size)
         self.checks.placed(state, pages)
 
-    @staticmethod
-    def _require_guest(state: PoolState, what: str) -> None:
-        """Ids come to a pool from outside only where another pool owns them; an owner's would be in its free list still."""
-        if state.header.is_id_owner:
-            raise TraceContradiction(f"{what} brings ids to pool {state.name!r}, which hands out its own")
-
-    # -- bind, unbind, physical reservations
-
-    def _bind(self, state: PoolState, index: int) -> None:
-        self._require_guest(state, "bind")
-        pages, physical = self._must(0, index), self._must(1, index)
-        state.oracle.require_pages(pages, "bind")
-        if not self.ids.identity:
-            raise UsageError(
-                f"event {self.seq} binds physical pages of the engine's, which mean nothing to an allocator that places otherwise: "
-                "replay with --ids recorded, or --until this event"
-            )
-        if len(pages) != len(physical) or (
-            len(physical) and not 0 < physical.min() <= physical.max() < state.num_pages
-        ):
-            raise TraceContradiction("bind needs as many physical pages, inside the pool, as virtual ones")
-        if self.checks is not None:
-            self.checks.before_bind(state, pages, physical)
-        self._call(
-            "bind",
-            state.allocator.bind,
-            self._on_device(self._tensor(0, index)),
-            self._on_device(self._tensor(1, index)),
-        )
-        if self.checks is not None:
-            self.checks.bound(state, pages, physical)
-
-    def _unbind(self, state: PoolState, index: int) -> None:
-        pages = self.ids.pages(state, self._must(0, index))
-        tensor = self._pages_tensor(0, index, pages)
-        if self.checks is not None:
-            self.checks.before_unbind(state, pages)
-        if hasattr(state.allocator, "unbind"):
-            self._call("unbind", state.allocator.unbind, tensor)
-        else:
-            self._call("unbind", state.allocator.virtual_to_physical.index_fill_, 0, tensor, -1)
-        if self.checks is not None:
-            self.checks.unbound(state, pages)
-
-    def _alloc_physical(self, state: PoolState, index: int) -> None:
-        if self._value[index] < 0 or self._value[index] % state.page_size:
-            raise TraceContradiction(
-                f"{self._value[index]} tokens are no multiple of the page size {state.page_size}"
-            )
-        if self.checks is not None:
-            self.checks.before_alloc(state)
-        result = self._call("alloc_physical", state.allocator.alloc_physical, self._value[index])
-        if result is None:
-            self.refused += 1
-        if self.checks is not None:
-            self._judge_log()
-            tokens = None if result is None else result.cpu().numpy()
-            known = self.ids.identity and self._result_kind[index] in (1, 2)
-            self.checks.reserved(state, self._value[index], tokens, self._ids(3, index), comparable=known)
-
-    def _release_physical(self, state: PoolState, index: int, method: str) -> None:
-        tokens = self._must(0, index)
-        if len(tokens):
-            state.require_may_compact(len(tokens) // state.page_size if method.startswith("cancel") else 0)
-        if self.checks is None:
-            self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
-            self.hazards.log.clear()
-            return
-        released = self.checks.before_release_physical(
-            state, tokens, reserved_only=method.startswith("cancel")
-        )
-        self._call(method, getattr(state.allocator, method), self._on_device(self._tensor(0, index)))
-        self._judge_log()
-        self.checks.released(state, *released)
-
-    def _free_physical(self, state: PoolState, index: int) -> None:
-        self._release_physical(state, index, "free_physical")
-
-    def _cancel_physical(self, state: PoolState, index: int) -> None:
-        self._release_physical(state, index, "cancel_physical_reservation")
-
     # -- free
 
     def _free(self, state: PoolState, index: int) -> None:
@@ -479,54 +397,6 @@ class Driver(ForwardEvents, TransferEvents):
         self._call("free_group_end", state.allocator.free_group_end)
         if queued:
             self._freed(state, np.concatenate(queued))
-
-    # -- flush and room
-
-    def _flush(self, state: PoolState, index: int) -> None:
-        urgent = bool(self._value[index])
-        method = state.allocator.flush_for_allocation if urgent else state.allocator.flush_opportunistic
-        before = self.moves.moved_pages(state.name)
-        if self.checks is not None:
-            self.checks.before_flush(state)
-        result = self._moved_by("flush", state, index, method)
-        if self.checks is not None:
-            self.checks.flushed(state, urgent, result, self.moves.moved_pages(state.name) - before)
-
-    def _side(self, state: PoolState, index: int) -> str:
-        if not state.is_float or self._value[index] not in (0, 1):
-            raise TraceContradiction(
-                f"pool {state.name!r} is no float, or {self._value[index]} is no side (0 low, 1 high)"
-            )
-        return SIDES[self._value[index]]
-
-    def _make_room(self, state: PoolState, index: int) -> None:
-        side, min_bytes = self._side(state, index), self._value2[index]
-        if self.checks is not None:
-            self.checks.before_make_room(state, side, min_bytes)
-        answer = self._moved_by(
-            "make_room", state, index, state.allocator.make_room, side=side, min_bytes=min_bytes
-        )
-        if self.checks is not None:
-            self.checks.made_room(state, side, min_bytes, answer)
-
-    def _compact_holes(self, state: PoolState, index: int) -> None:
-        side = self._side(state, index)
-        self._moved_by("compact_holes", state, index, state.allocator.compact_holes, retreat_side=side)
-        if self.checks is not None:
-            self.checks.holes_compacted(state)
-
-    def _moved_by(
-        self, name: str, state: PoolState, index: int, method: Callable[..., int], **arguments: Any
-    ) -> int:
-        result: int = self._call(name, method, **arguments)
-        if self.checks is None:
-            self.hazards.log.clear()
-            return result
-        result = int(result)  # a number may still be on its way from the device
-        self._judge_log()
-        if self.ids.identity and self._result_kind[index] == 3:
-            self.checks.recorded_number(state, name, result, self._result_value[index])
-        return result
 
     def _forget_group(self, state: PoolState) -> None:
         self._group.pop(state.name, None)

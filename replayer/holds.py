@@ -42,6 +42,33 @@ class Hold:
         """What the places hold if nobody touched them: the contents of now for pages that still live, else those of the beginning."""
         return self.records.replaced(self.same, self.state.oracle.records_of(np.maximum(self.virtual, 0)))
 
+    def deliver(self, records: PageRecords) -> tuple[IntArray, PageRecords]:
+        """``records`` (of all places) have been written to the places. A page that was there and still lives holds them now, wherever it
+        is; so does a page that a reserved place was bound to meanwhile; a place that is still reserved keeps them for such a page.
+
+        Returns:
+            The pages that hold something new, and what.
+        """
+        state = self.state
+        owners = state.placed_virtual[self.places]
+        pages = np.where(self.same, self.virtual, np.where(self.virtual < 0, owners, -1))
+        has_page = pages >= 0
+        state.oracle.adopt(pages[has_page], records.kept(has_page))
+        waits = (self.virtual < 0) & (owners < 0) & state.reserved[self.places]
+        state.arrive(self.places[waits], records.kept(waits))
+        return pages[has_page], records.kept(has_page)
+
+    def part(self, rows: Mask) -> Hold:
+        """The same hold of some of its places."""
+        return Hold(
+            self.number,
+            self.state,
+            self.places[rows],
+            self.virtual[rows],
+            self.generations[rows],
+            self.records.kept(rows),
+        )
+
     def let_go(self) -> None:
         """The pool was cleared: nothing is held any more."""
         none = np.zeros(len(self.places), dtype=np.bool_)

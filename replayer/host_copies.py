@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
 from replayer.holds import Hold, begin_hold, over_abandoned_bytes
@@ -151,14 +149,7 @@ class HostCopies:
         contents, records = self.host.read(state, copy.slots)
         for row, content in enumerate(contents):
             state.store.write_raw(hold.places[row : row + 1], content)
-        # A page that has its id already holds what came back; a place without one keeps it for the page that is bound to it.
-        bound = np.where(hold.virtual < 0, state.placed_virtual[hold.places], -1)
-        pages = np.where(hold.same, hold.virtual, bound)
-        has_page = pages >= 0
-        state.oracle.adopt(pages[has_page], records.kept(has_page))
-        waits = (hold.virtual < 0) & ~has_page & state.reserved[hold.places]
-        state.arrive(hold.places[waits], records.kept(waits))
-        self._require_loaded(copy, pages[has_page], records.kept(has_page))
+        self._require_loaded(copy, *hold.deliver(records))
 
     def _require_loaded(self, copy: HostCopy, pages: IntArray, records: PageRecords) -> None:
         state = copy.hold.state

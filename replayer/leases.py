@@ -93,18 +93,16 @@ class Leases:
     @staticmethod
     def _bring(hold: Hold) -> None:
         """What a transfer wrote to reserved places: a stamp of its own for each, which a later ``bind`` gives to a page."""
-        state = hold.state
-        target = hold.virtual < 0
-        places = hold.places[target]
-        if not len(places):
+        targets, state = hold.part(hold.virtual < 0), hold.state
+        count, size = len(targets.places), state.page_size
+        if not count:
             return
-        words = page_words(_BROUGHT + state.number, places, np.full(len(places), hold.number))
-        size = state.page_size
+        words = page_words(_BROUGHT + state.number, targets.places, np.full(count, hold.number))
         brought = PageRecords(
-            words, np.full(len(places), size, dtype=np.int64), np.zeros((len(places), size), dtype=np.uint8)
+            words, np.full(count, size, dtype=np.int64), np.zeros((count, size), dtype=np.uint8)
         )
-        state.store.write_pages(places, state.oracle.contents_of(brought))
-        state.arrive(places, brought)
+        state.store.write_pages(targets.places, state.oracle.contents_of(brought))
+        targets.deliver(brought)
 
 
 def _require_names(hold: Hold) -> None:

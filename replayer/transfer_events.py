@@ -19,10 +19,9 @@ class TransferEvents(EventArguments):
 
     def _lease_begin(self, state: PoolState, index: int) -> None:
         places = self._places(state, index, 1, "a lease")
-        if self.checks is None:  # nothing is followed, but a gate may hang on it
-            places = places[:0]
         hold = self.hazards.leases.begin(self._value[index], state, places)
         self.hazards.judge_transfer_target(state, places[hold.virtual < 0])
+        self._gate_follows()
 
     def _lease_end(self, state: PoolState, index: int) -> None:
         if self.checks is None:
@@ -30,6 +29,12 @@ class TransferEvents(EventArguments):
             return
         count = self.hazards.leases.end(self._value[index], state, on=self.checks.on)
         self.checks.hold(C8=count, C9=count)
+        self._gate_follows()
+
+    def _gate_follows(self) -> None:
+        """Where leases shut the engine's gate, one that begins or ends turns it."""
+        if self.hazards.leases_shut_gates and self.checks is not None:
+            self.checks.gate_turned()
 
     def _backup_begin(self, state: PoolState, index: int) -> None:
         self._host_copy_begin(state, index, is_load=False)
@@ -42,8 +47,7 @@ class TransferEvents(EventArguments):
         places, slots = self._places(state, index, 2, what), self._must(1, index)
         if self.checks is None:
             # Nothing is simulated; the allocator hears of the copy all the same.
-            nowhere = places[:0]
-            copy = self.hazards.copies.begin(self._value[index], state, nowhere, nowhere, is_load=is_load)
+            copy = self.hazards.copies.begin(self._value[index], state, places, places, is_load=is_load)
         else:
             reserved = places[state.placed_virtual[places] < 0]
             if not is_load and len(reserved):
@@ -101,12 +105,9 @@ class TransferEvents(EventArguments):
             raise TraceContradiction(f"{what} names one physical page twice in {shown(recorded)}")
         if named is not None and len(named) != len(recorded):
             raise TraceContradiction(f"{what} names {len(recorded)} physical and {len(named)} virtual pages")
-        if not self.ids.identity:
-            places = self._own_places(state, named, what)
-        else:
-            places = recorded
         if self.checks is None:
-            return places
+            return recorded[:0]  # nothing is followed
+        places = recorded if self.ids.identity else self._own_places(state, named, what)
         virtual = state.placed_virtual[places]
         loose = (virtual < 0) & ~state.reserved[places]
         if loose.any() and named is None:

@@ -207,7 +207,7 @@ class UnifiedSWAAllocatorBase(WindowFrees):
             PageAlignmentError: not whole pages.
             AllocatorError: what one of the pools refused; none of them has changed.
         """
-        if need_size % self.page_size:
+        if need_size > 0 and need_size % self.page_size:
             raise PageAlignmentError(
                 f"{need_size} tokens are no multiple of the page size {self.page_size}", pool="full"
             )
@@ -337,6 +337,21 @@ class UnifiedSWAAllocatorBase(WindowFrees):
     @property
     def swa_v2p_page_table(self) -> torch.Tensor:
         return self.swa_attn_allocator.virtual_to_physical
+
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> Any:
+        """A copy of these virtual tokens on the host, by the pools' own memory, which has both allocators (``attach_allocators``) and makes
+        places of ids itself, side by side (sgl-project/sglang#31471)."""
+        return self._kvcache.get_cpu_copy(indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
+
+    def load_cpu_copy(
+        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> Any:
+        """The way back of `get_cpu_copy`."""
+        return self._kvcache.load_cpu_copy(
+            kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
+        )
 
     def set_inflight_forward(
         self, forward_done: ForwardDoneEvent, out_cache_loc_virtual: torch.Tensor | None

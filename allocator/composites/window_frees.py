@@ -231,10 +231,11 @@ class WindowFrees(Composite):
         return self._window_place(tokens) > 0
 
     def _free_tokens(self, tokens: torch.Tensor, window: torch.Tensor | None) -> None:
-        """Both sides of ``tokens``, the window side of ``window`` only."""
+        """Both sides of ``tokens``, the window side of ``window`` only. The full side first: where a wrong id is found on the device, it
+        freezes the window pool before that one is written to."""
+        self.full_attn_allocator.free(tokens)
         if window is not None and window.numel() > 0:
             self.swa_attn_allocator.free(window)
-        self.full_attn_allocator.free(tokens)
 
     def _free_window(self, tokens: torch.Tensor) -> None:
         # At page size 1 a token is its page, and nothing has to be sorted.

@@ -231,6 +231,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             f"{report['events']:,} in {report['chunks']} chunks, {report['nested']} nested, "
             f"{report['states']:,} states, {report['dropped']} dropped",
         ),
+        ("composite", _composite(report["composite"])),
         ("time", f"{report['first_us']} to {report['last_us']} us, {span}"),
         ("marks", _pairs(report["marks"])),
         ("requests", f"{report['request_ids']:,} named" if report["request_ids"] else ""),
@@ -241,6 +242,16 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             console.print(f"  {name:<11}{escape(str(value))}", soft_wrap=True)
     console.print(_pools(report))
     console.print(_kinds(report))
+
+
+def _composite(figures: dict[str, Any] | None) -> str:
+    """What the calls on a composite add up to; those on its members are in the table of pools."""
+    if figures is None:
+        return ""
+    return (
+        f"{figures['tokens_allocated']:,} tokens allocated, {figures['allocs_refused']:,} allocs refused, "
+        f"{figures['ids_freed']:,} ids freed, {figures['pages_moved']:,} pages moved by {figures['flushes_other']:,} flushes"
+    )
 
 
 def _pairs(values: dict[str, Any]) -> str:

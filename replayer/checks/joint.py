@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replayer.checks.capacity import float_gaps
+from replayer.checks.held_back import already_over
 from replayer.checks.suite import CheckOptions, Checks
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
-from replayer.hazards import Hazards
+from replayer.hazards import Hazards, ReplayEvent
 from replayer.oracle import Growth, shown
 from replayer.pool_state import PoolState
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 class JointChecks(Checks):
     """`Checks` of all members after each call, and those of the composite."""
-
-    is_joint = True
 
     def __init__(
         self,
@@ -42,13 +41,29 @@ class JointChecks(Checks):
         self.composite = composite
         self.full, self.swa, self.mamba = pools["full"], pools.get("swa"), pools.get("mamba")
         self._before: list[tuple[int, int, int]] = []
+        self._together = False
+        self._all_over: dict[str, list[ReplayEvent]] = {}
 
     # -- around calls
 
     def before_joint(self) -> None:
         """What the composite promises, and what its members hold, before a call that may be refused."""
+        self._together = True
         self._promised = int(self.composite.available_size())
         self._before = [_holdings(state) for state in self.chain]
+
+    def before_alloc(self, state: PoolState) -> None:
+        self._together = False
+        super().before_alloc(state)
+
+    def _refused_alone(self, state: PoolState, need: int) -> None:
+        if not self._together:
+            super()._refused_alone(state, need)
+
+    def gate_turned(self) -> None:
+        super().gate_turned()
+        if self.on("C10"):
+            self.check_joint()
 
     def refused(self, need_full: int, need_swa: int) -> None:
         """A refused alloc has changed nothing on any member, and could not have been served.
@@ -179,12 +194,22 @@ class JointChecks(Checks):
             )
         self.hold(C13=len(pages))
 
-    def flushed_together(self, result: int, moved: int) -> None:
-        """A flush of all members tells the moves it made; a float tells besides how many pages it gave back without moving any.
+    def before_flush_together(self) -> None:
+        """What is known to be over before a flush of all members."""
+        self._all_over = {state.name: already_over(state) for state in self.chain}
+        self._judged_before = self.hazards.judged_through
+
+    def flushed_together(self, result: int, moves: dict[str, int]) -> None:
+        """A flush of all members that moved so many pages of each tells their sum; a float tells besides how many pages it gave back
+        without moving any.
 
         Raises:
-            CheckFailure: C4.
+            CheckFailure: C4, C12 and what a look at each pool finds.
         """
+        for state in self.chain:
+            self._over = self._all_over[state.name]
+            self.flushed(state, False, moves[state.name], moves[state.name])
+        moved = sum(moves.values())
         told_more = any(state.is_float for state in self.chain)
         if result != moved and not (told_more and result > moved):
             self._fail(CheckFailure("C4", "a flush of all pools returned another number than it moved", self.full.name, [],

@@ -62,6 +62,7 @@ class Reservations(ABC):
         state.oracle.hand_over(pages[~fresh], old[~fresh])
         state.placed_virtual[physical] = pages
         state.placed_physical[pages] = physical
+        state.changes += 1
         if (~fresh).any():
             self._handing_over[state.name] = old[~fresh]
         if fresh.any():
@@ -143,9 +144,12 @@ class Reservations(ABC):
             self._fail(CheckFailure("C2", f"reserved physical page(s) {shown(physical)}: not {need} free tokens", state.name,
                                     [int(page) for page in state.placed_virtual[physical[taken]] if page > 0]))  # fmt: skip
         self.hazards.judge_handed_out(state, physical)
+        for place in physical.tolist():
+            state.arrived.pop(place, None)
         state.reserved[physical] = True
         state.reserved_count += len(physical)
         state.awaiting_load += len(physical)
+        state.changes += 1
         if self.on("C1"):
             check_places(state, physical)
             self.hold(C1=len(physical))
@@ -185,6 +189,7 @@ class Reservations(ABC):
         virtual = state.placed_virtual[physical]
         bound = virtual >= 0
         state.awaiting_load -= len(physical) if reserved_only else 0
+        state.changes += 1
         state.reserved_count -= int(state.reserved[physical].sum())
         state.reserved[physical] = False
         for place in physical.tolist():

@@ -75,9 +75,6 @@ class CheckOptions:
 
 
 class Checks(Reservations):
-    #: Calls are those of a composite, which judges a request on what all of its pools need together.
-    is_joint = False
-
     def __init__(
         self,
         pools: dict[str, PoolState],
@@ -201,8 +198,8 @@ class Checks(Reservations):
             if need <= self._promised and need // state.page_size <= ids_left:
                 self._fail(CheckFailure("C10", f"refused {need} tokens", state.name, [], "served",
                                         f"None, though {self._promised} were promised before the call"))  # fmt: skip
-            if self.on("C12") and not self.is_joint and need // state.page_size <= ids_left:
-                check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
+            if self.on("C12") and need // state.page_size <= ids_left:
+                self._refused_alone(state, need)
             if known == 2 and not identity:
                 self._fail(
                     CheckFailure(
@@ -232,6 +229,10 @@ class Checks(Reservations):
                     "C15", "the trace cannot be followed without ids that the engine had", state.name
                 )
         self.hold(C15=1)
+
+    def _refused_alone(self, state: PoolState, need: int) -> None:
+        """A pool's own alloc was refused: its neighbours had no more to give."""
+        check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
 
     def gate_turned(self) -> None:
         """C9 and C10 again: a gate, or a lease that shuts one, turned, and no call told the allocators."""

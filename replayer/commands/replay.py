@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--allocator",
         default="kvtape",
-        help="kvtape (default), sglang, or MODULE:CLASS[,MODULE:FLOAT_CLASS] with MultiEndedAllocator's arguments",
+        help="kvtape (default), sglang, or MODULE:CLASS[,MODULE:FLOAT_CLASS] with MultiEndedAllocator's arguments; for a trace of calls on "
+        "a composite also MODULE:CLASS of one",
     )
     target.add_argument(
         "--strategy",

@@ -84,7 +84,7 @@ class Program(Scheduler):
         most, finish = (3, 5.0) if self.has_window else (8, 3.0)
         steps: list[tuple[float, Callable[[], Any]]] = [
             (6, lambda: self.prefill(self.chance.randint(1, most))), (4, self.grow), (4, self.decode), (finish, self.finish),
-            (1, self.finish_several), (2, self.group), (1.5, self.gates), (3, self.flush), (0.05, self.clear), (1.5, self.refusals),
+            (1, self.finish_several), (2, self.group), (1.5, self.gates), (3, self.flush), (0.25, self.clear), (1.5, self.refusals),
             (1, self.segments), (1, self.questions),
         ]  # fmt: skip
         if self.has_window:

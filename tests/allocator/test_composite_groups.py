@@ -72,7 +72,16 @@ def test_a_page_in_two_frees_of_a_group_is_refused_when_it_closes(layout: str, s
         made.free_group_end()
     assert refused.value.ids == pages_of(made, tokens[4:8])
     assert composite_state(made) == before and made.free_group is None
-    made.free(tokens)
+    made.free_swa(tokens)
+    made.free_group_begin()
+    made.free_full(tokens[:8])
+    made.free_full_segment(tokens[4:], start_pos=4)
+    before = composite_state(made)
+    with pytest.raises(DuplicateFreeError) as refused:
+        made.free_group_end()
+    assert refused.value.ids == pages_of(made, tokens[4:8])
+    assert composite_state(made) == before and made.free_group is None
+    made.free_full(tokens)
     check(made)
 
 

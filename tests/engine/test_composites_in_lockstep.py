@@ -70,7 +70,7 @@ def test_every_public_name_of_sglangs_is_there_or_known_to_be_the_engines(layout
 
 #: What reads the prefix cache or the server's settings, static pools' lists, and parts of other classes that these inherit.
 THE_ENGINES = {
-    "check_decode_capacity", "create_prefill_budget", "evict_to_free_tokens", "get_cpu_copy", "load_cpu_copy", "max_new_tokens_for_memory",
+    "check_decode_capacity", "create_prefill_budget", "evict_to_free_tokens", "max_new_tokens_for_memory",
     "reclaim_for_prealloc", "merge_and_sort_free", "resize", "free_page_reps_group", "full_page_reps_group", "full_free_group",
     "swa_req_ring", "swa_ring_cost_tokens",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from allocator import (
 from recorder.trace import EventKind, ImpossibleEvent, TraceReader
 from replayer.checks import CheckOptions
 from replayer.errors import UsageError
+from replayer.history import last_events
 from replayer.main import main
 from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
@@ -132,7 +134,7 @@ class SettlesPairsWhenTheGroupCloses(UnifiedSWATokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor | None) -> None:
         if self._group is not None and free_index is not None:
-            self._group.full_only.append(free_index)
+            self._group.full_only.append(free_index.clone())
             return
         super().free(free_index)
 
@@ -156,7 +158,7 @@ class ReleasesThePairMadeLater(UnifiedSWATokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor | None) -> None:
         if self._group is not None and free_index is not None:
-            self._tokens += (free_index,)
+            self._tokens += (free_index.clone(),)
         super().free(free_index)
 
     def free_group_end(self) -> None:
@@ -268,6 +270,10 @@ class FreesQueuedTwice(UnifiedMambaTokenToKVPoolAllocator):
             self.full_attn_allocator.holes.add(tokens[:: self.page_size] // self.page_size)
 
 
+class LacksACall(UnifiedMambaTokenToKVPoolAllocator):
+    flush_deferred_full_frees = None  # type: ignore[assignment]
+
+
 def test_a_group_releases_once(tmp_path: Path) -> None:
     s = CompositeScenario(tmp_path / "s.msgpack.zst", MAMBA)
     ids = s.take(16)
@@ -282,6 +288,8 @@ def test_a_group_releases_once(tmp_path: Path) -> None:
     path = s.close()
     holds(path)
     assert failed_at(run(path, here(FreesQueuedTwice))) == ("C4", 3)
+    with pytest.raises(UsageError, match="event 3 calls flush_deferred_full_frees, which LacksACall lacks"):
+        run(path, here(LacksACall))
 
 
 # -- gates, states, forwards
@@ -447,9 +455,25 @@ def test_classes_that_are_no_composite(tmp_path: Path) -> None:
         run(path, "allocator:UnifiedMambaTokenToKVPoolAllocator")
 
 
+def test_a_failure_names_the_events_of_its_pages(tmp_path: Path) -> None:
+    path = paired_anew(tmp_path / "s.msgpack.zst")
+    found = run(path, here(SettlesPairsWhenTheGroupCloses)).failure
+    assert found is not None and found.pool == "swa"
+    assert last_events(path, found.pool, found.pages, found.seq) == [
+        (0, "alloc"), (2, "free"), (4, "set_full_to_swa_mapping"),
+    ]  # fmt: skip
+    assert last_events(path, "window", found.pages, found.seq) == []
+
+
 def test_info_shows_the_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = joint(tmp_path / "s.msgpack.zst")
     assert main(["info", str(path)]) == 0
-    assert "level composite" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "level composite" in shown
+    assert "allocs refused" in shown and "8 ids freed" in shown
+    assert main(["info", str(path), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["traces"][0]
+    assert figures["level"] == "composite" and figures["composite"]["allocs_refused"] == 1
+    assert figures["composite"]["ids_freed"] == 8 and figures["pools"][0]["ids_freed"] == 0
     with TraceReader(path) as reader:
         assert reader.header.level == "composite" and reader.header.format == (1, 2)

@@ -45,7 +45,10 @@ class Engine:
         ]
         names += ["leave_window", "tail", "ensure"] if self.has_window else []
         names += ["state", "state", "prepare"] if self.has_states else []
-        names += ["transfer", "offload", "load"] if self.s.composite.lazy_compaction else []
+        if self.s.composite.lazy_compaction:
+            names += ["transfer", "offload", "load"]
+            names += ["state_there_and_back"] if self.has_states else []
+            names += ["window_there_and_back"] if self.has_window else []
         getattr(self, self.chance.choice(names))()
 
     def prefill(self) -> None:
@@ -202,6 +205,55 @@ class Engine:
         self.requests.append(tokens)
         self.left.append(0)
 
+    def state_there_and_back(self) -> None:
+        """States go to the host and come back under other ids, with whatever moves meanwhile."""
+        if len(self.states) < 2:
+            return
+        self.end_forward()
+        gone = sorted(self.states[:2])
+        del self.states[:2]
+        self.number += 2
+        slots = [self.host_slot, self.host_slot + 1]
+        self.host_slot += 2
+        self.s.backup(self.number - 1, "mamba", gone, slots)
+        self.s.flush("mamba", urgent=True)
+        self.s.copy_done(self.number - 1, "mamba")
+        self.s.slot_free(gone)
+        self.flush()
+        back = self.s.slot_alloc(2)
+        if back is not None:
+            self.s.load_back(self.number, "mamba", back, slots)
+            self.flush()
+            self.s.copy_done(self.number)
+            self.states += back
+        self.s.host_free("mamba", slots)
+
+    def window_there_and_back(self) -> None:
+        """Window pages are given up and loaded into reserved places, which are paired before or after the bytes are there."""
+        if not self.requests or self.left[0] or len(self.requests[0]) < self.s.page_size:
+            return
+        self.end_forward()
+        size, slot = self.s.page_size, self.host_slot
+        tokens = self.requests[0][:size]
+        self.host_slot += 1
+        self.number += 2
+        self.s.backup(self.number - 1, "swa", tokens, [slot])
+        self.s.copy_done(self.number - 1)
+        self.s.free_swa(tokens)
+        self.left[0] = size
+        places = self.s.alloc_physical("swa", size)
+        if places is None:
+            return
+        early = self.chance.random() < 0.5
+        if early:
+            self.s.set_full_to_swa_mapping(tokens, places)
+        self.s.load_back_places(self.number, "swa", [places[0] // size], [slot])
+        self.flush()
+        if not early:
+            self.s.set_full_to_swa_mapping(tokens, places)
+        self.s.copy_done(self.number, "swa")
+        self.left[0] = 0
+
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
@@ -215,10 +267,10 @@ def test_what_an_engine_does_holds(tmp_path: Path, layout: str, lazy: bool, seed
         move_cap=(4096, 2, 4096)[seed],
     )
     engine = Engine(s, seed)
-    for _ in range(150):
+    for _ in range(90):
         engine.step()
     path = s.close()
-    for strategy in ("per-row", "hybrid", "batched", "device"):
+    for strategy in ("batched", ("per-row", "hybrid", "device")[seed]):
         kv = "full" if strategy == "batched" else "stamp"
         checks = CheckOptions(every=1, logprob_every=16) if strategy == "batched" else CheckOptions()
         outcome = replay(ReplayOptions(path, TargetOptions(strategy=strategy, kv=kv), checks, ledger=False))
@@ -229,7 +281,7 @@ def test_what_an_engine_does_holds(tmp_path: Path, layout: str, lazy: bool, seed
 def test_where_ids_are_mapped_the_sides_share_them(tmp_path: Path) -> None:
     s = CompositeScenario(tmp_path / "walk.msgpack.zst", MAMBA_SWA)
     engine = Engine(s, 7)
-    engine.on_host.clear()
+    engine.window_there_and_back = lambda: None  # type: ignore[method-assign]  # places of the engine's mean nothing then
     for _ in range(150):
         engine.step()
     outcome = replay(
