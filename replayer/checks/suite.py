@@ -302,10 +302,9 @@ class Checks(Reservations):
             self.hold(C12=1)
 
     def answered(self, seq: int, state: PoolState, tensor: torch.Tensor, tokens: IntArray) -> None:
-        """An alloc answered ``tensor``; what was answered before is as it was (C13)."""
+        """An alloc answered ``tensor``; sweeps look whether it is still what it was (C13)."""
         if self.on("C13"):
             self._answers.note(seq, state, tensor, tokens)
-            self.hold(C13=1)
 
     def queued(self, state: PoolState, pages: IntArray) -> None:
         """A free inside a group frees nothing yet."""

@@ -179,6 +179,17 @@ class GroupKeepsTheCallersTensor(MultiEndedAllocator):
             super().free(free_index, _pages=_pages)
 
 
+class QueuesAPageTwice(MultiEndedAllocator):
+    """A page that waits in a group is queued once more, and nobody looks for repeats."""
+
+    def _close_group(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        tokens, representatives = super()._close_group()
+        return tokens, [*representatives, *representatives]
+
+    def _require_live(self, virtual_pages: torch.Tensor, *, may_repeat: bool) -> torch.Tensor:
+        return super()._require_live(virtual_pages, may_repeat=False)
+
+
 class ClearKeepsHoles(MultiEndedAllocator):
     """Holes outlive `clear`."""
 
@@ -236,6 +247,7 @@ MUTANTS = [
     Mutant(GroupFreesAtOnce, "C1", 2, scenes.frees_in_a_group),
     Mutant(GroupIsFreedAgain, "C13", 8, scenes.frees_in_a_group, row="F13"),
     Mutant(GroupKeepsTheCallersTensor, "C13", 4, scenes.frees_in_a_group),
+    Mutant(QueuesAPageTwice, "C3", 4, scenes.frees_in_a_group, row="F20"),
     Mutant(ClearKeepsHoles, "C4", 5, scenes.clears),
     Mutant(ClearKeepsPending, "C2", 5, scenes.clears),
     Mutant(ClearKeepsIds, "C3", 5, scenes.clears),
