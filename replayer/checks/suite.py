@@ -24,7 +24,8 @@ from replayer.checks.capacity import (
     inputs_of,
 )
 from replayer.checks.contents import check_contents, sweep_contents, write_new
-from replayer.checks.held_back import already_over, check_held_back, check_returned, note_moved
+from replayer.checks.flushes import FlushChecks
+from replayer.checks.held_back import check_held_back, note_moved
 from replayer.checks.mapping import check_places, check_rows, check_sink, check_translation, sweep_tables
 from replayer.checks.partition import (
     check_counts,
@@ -38,11 +39,10 @@ from replayer.checks.partition import (
 )
 from replayer.checks.progress import check_eager, check_flushed
 from replayer.checks.recorded import check_state
-from replayer.checks.reservations import Reservations
-from replayer.checks.room import check_borders, check_made_room, check_packed, check_refused, could_open
+from replayer.checks.room import check_refused
 from replayer.content import IntArray, Mask
 from replayer.failure import CHECKS, CheckFailure
-from replayer.hazards import Hazards, ReplayEvent
+from replayer.hazards import Hazards
 from replayer.ids import owner_of
 from replayer.oracle import Growth, shown
 from replayer.pool_state import PoolState
@@ -77,7 +77,7 @@ class CheckOptions:
     first: int = 0
 
 
-class Checks(Reservations):
+class Checks(FlushChecks):
     def __init__(
         self,
         pools: dict[str, PoolState],
@@ -106,9 +106,6 @@ class Checks(Reservations):
         self._states_compared = 0
         self._inputs_checked: Capacities = ()
         self._sizes: list[tuple[int, int]] = []
-        self._over: list[ReplayEvent] = []
-        self._judged_before: int | None = None
-        self._could_open = False
         self._left: dict[str, IntArray] = {}
         self._answers = Answers()
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
@@ -238,68 +235,6 @@ class Checks(Reservations):
     def _refused_alone(self, state: PoolState, need: int) -> None:
         """A pool's own alloc was refused: its neighbours had no more to give."""
         check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
-
-    def gate_turned(self) -> None:
-        """C9 and C10 again: a gate, or a lease that shuts one, turned, and no call told the allocators."""
-        for at, state in enumerate(self.chain):
-            if self.on("C9"):
-                check_gate(state, self.hazards)
-            if self.on("C10"):
-                check_capacity(self.chain, at, self.total_bytes)
-        self.hold(C9=len(self.chain), C10=len(self.chain))
-
-    def before_flush(self, state: PoolState) -> None:
-        """What is known to be over before the call."""
-        self._over = already_over(state)
-        self._judged_before = self.hazards.judged_through
-
-    def flushed(self, state: PoolState, urgent: bool, result: int, moved: int) -> None:
-        """A flush event, whatever the allocator made of it: it tells the moves it made, and it packs (C12)."""
-        if state.is_float:
-            self._check_pool(state)
-            if self.on("C12"):
-                check_borders(state)
-                self.hold(C12=1)
-            return
-        if not state.lazy:
-            return
-        if result != moved and self.on("C1"):
-            sweep_tables(state)  # if pages were remapped whose bytes were not moved, that is what is wrong
-        self._check_pool(state)
-        if result != moved:
-            self._fail(CheckFailure("C4", "a flush returned another number than it moved", state.name, [], f"{moved} pages moved",
-                                    f"returned {result}"))  # fmt: skip
-        try:
-            check_flushed(
-                state, urgent=urgent, moves=moved, hazards=self.hazards, judged_before=self._judged_before
-            )
-            check_returned(state, self._over, self.hazards, urgent=urgent)
-        except CheckFailure as failure:
-            self._fail(failure)
-        self.hold(C12=1)
-
-    def before_make_room(self, state: PoolState, side: str, min_bytes: int) -> None:
-        """Whether the float could open so much, and may."""
-        self._could_open = self.hazards.may_move(state.name) and not state.allocator.moves_blocked() and could_open(
-            self.chain, self.chain.index(state), side, min_bytes, self.total_bytes
-        )  # fmt: skip
-
-    def made_room(self, state: PoolState, side: str, min_bytes: int, answer: int) -> None:
-        self._check_pool(state)
-        try:
-            check_made_room(
-                self.chain, self.chain.index(state), side=side, min_bytes=min_bytes, answer=answer,
-                could=self._could_open, total_bytes=self.total_bytes,
-            )  # fmt: skip
-        except CheckFailure as failure:
-            self._fail(failure)
-        self.hold(C10=1, C12=1)
-
-    def holes_compacted(self, state: PoolState) -> None:
-        self._check_pool(state)
-        if self.on("C12"):
-            check_packed(state, self.hazards)
-            self.hold(C12=1)
 
     def answered(self, seq: int, state: PoolState, tensor: torch.Tensor, tokens: IntArray) -> None:
         """An alloc answered ``tensor``; sweeps look whether it is still what it was (C13)."""
