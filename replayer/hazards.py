@@ -119,15 +119,15 @@ class Hazards:
         """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool. The allocator keeps one slot,
         so the forward before it is taken to be over as far as its writes go: the engine must see to that."""
         self.epoch += 1
-        self._slot[state.name] = event, None if tokens is None else tokens // state.page_size
+        pages = None if tokens is None else tokens // state.page_size
+        self._slot[state.name] = event, pages
         writers = self._writers.setdefault(state.name, [])
         for writer in writers:
             if not writer.landed:
                 self._land(writer)
         writers.clear()
-        if tokens is None or not len(tokens) or event.number <= self._landed_through:
+        if tokens is None or pages is None or not len(tokens) or event.number <= self._landed_through:
             return
-        pages = tokens // state.page_size
         offsets = tokens - pages * state.page_size
         physical = state.placed_physical[pages] * state.page_size + offsets
         writers.append(_Writer(event.number, state, pages, offsets, state.oracle.generation[pages], physical))

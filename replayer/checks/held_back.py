@@ -11,8 +11,13 @@ from replayer.pool_state import PoolState
 
 def note_moved(state: PoolState, reader: ReplayEvent | None, pages: int) -> None:
     """``pages`` were moved away in a lazy pool while the event of ``reader`` (None: nothing) had not fired."""
-    if reader is not None and state.lazy:
-        state.held_back.append((reader, pages))
+    if reader is None or not state.lazy:
+        return
+    held = state.held_back
+    if held and held[-1][0] is reader:
+        held[-1] = (reader, held[-1][1] + pages)
+    else:
+        held.append((reader, pages))
 
 
 def already_over(state: PoolState) -> list[ReplayEvent]:
@@ -28,7 +33,8 @@ def check_held_back(state: PoolState, hazards: Hazards) -> None:
     """
     if not state.held_back:
         return
-    reading = sum(pages for event, pages in state.held_back if event.number > hazards.judged_through)
+    through = hazards.judged_through
+    reading = sum(pages for event, pages in state.held_back if event.number > through)
     waiting = state.pending()
     if waiting < reading:
         raise CheckFailure(

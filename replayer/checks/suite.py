@@ -119,9 +119,10 @@ class Checks(FlushChecks):
 
     def hold(self, **times: int) -> None:
         """Count checks that held, those that were asked for."""
+        enabled, held = self.options.enabled, self.held
         for check, count in times.items():
-            if self.on(check):
-                self.held[check] += count
+            if check in enabled:
+                held[check] += count
 
     # -- around calls
 
