@@ -107,7 +107,9 @@ class PagedBatch:
         for group, reads in zip(self.groups, this.reads, strict=True):
             count, queries = group.requests, group.queries
             answer = torch.nn.functional.scaled_dot_product_attention(
-                query[:, group.start : group.start + count * queries].unflatten(1, (count, queries)).transpose(0, 1),
+                query[:, group.start : group.start + count * queries]
+                .unflatten(1, (count, queries))
+                .transpose(0, 1),
                 keys.index_select(0, reads.places).unflatten(0, (count, -1)).transpose(1, 2),
                 values.index_select(0, reads.places).unflatten(0, (count, -1)).transpose(1, 2),
                 attn_mask=reads.mask,
@@ -133,4 +135,6 @@ def _groups(rows: Sequence[Rows]) -> list[Group]:
 
 
 def _token_ids(pages: list[int], positions: np.ndarray, page_size: int) -> np.ndarray:
-    return np.asarray(pages, dtype=np.int64)[positions // page_size] * page_size + positions % page_size
+    ids: np.ndarray = np.asarray(pages, dtype=np.int64)[positions // page_size] * page_size
+    ids += positions % page_size
+    return ids

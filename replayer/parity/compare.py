@@ -79,7 +79,12 @@ def _differences(name: str, expected: Generation, found: Generation) -> Iterator
         token = min(len(expected.output_ids), len(found.output_ids))
         forward = found.forwards[-1] if found.forwards else 0
         yield Difference(
-            name, token, forward, OUTPUT_ID, f"{len(expected.output_ids)} tokens", f"{len(found.output_ids)} tokens"
+            name,
+            token,
+            forward,
+            OUTPUT_ID,
+            f"{len(expected.output_ids)} tokens",
+            f"{len(found.output_ids)} tokens",
         )
 
 

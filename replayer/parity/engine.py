@@ -79,9 +79,7 @@ class Engine:
     ) -> None:
         self.model, self.pools = model, pools
         self.observer = observer or Nobody()
-        window = pools.window.window
-        assert window is not None
-        self.cache = PrefixCache(pools.page_size, window)
+        self.cache = PrefixCache(pools.page_size, pools.window.window)
         self.waiting: list[Request] = list(requests)
         self.running: list[Running] = []
         self.generations = {request.name: Generation() for request in requests}
@@ -171,9 +169,7 @@ class Engine:
     def _on_cached_prefix(self, request: Request) -> Running:
         path = self._match(request)
         self.cache.lock(path)
-        return Running.on_prefix(
-            request, path, self.cache.first_window_page(len(path)), self.pools.page_size
-        )
+        return Running.on_prefix(request, path, self.cache.first_window_page(len(path)), self.pools.page_size)
 
     def _grow(self, turns: Sequence[_Turn]) -> str | None:
         size = self.pools.page_size
@@ -200,7 +196,9 @@ class Engine:
             self.pools, [Rows(turn.begin, turn.running.length, turn.running.pages) for turn in turns]
         )
         input_ids = torch.tensor([token for turn in turns for token in turn.tokens], device=device)
-        positions = torch.cat([torch.arange(turn.begin, turn.running.length, device=device) for turn in turns])
+        positions = torch.cat(
+            [torch.arange(turn.begin, turn.running.length, device=device) for turn in turns]
+        )
         lasts = torch.tensor([len(turn.tokens) for turn in turns]).cumsum(0) - 1
         with torch.no_grad():
             logits = self.model.logits(input_ids, positions, lasts.to(device), batch)

@@ -15,7 +15,9 @@ class LastLayerStays(UnifiedMHATokenToKVPool):
 
     def move_physical_pages(self, dst_pages: torch.Tensor, src_pages: torch.Tensor, page_size: int) -> None:
         last = self.spec.layer_num - 1
-        slots = (dst_pages[:, None] * page_size + torch.arange(page_size, device=dst_pages.device)).reshape(-1)
+        slots = (dst_pages[:, None] * page_size + torch.arange(page_size, device=dst_pages.device)).reshape(
+            -1
+        )
         rows = (self.k_buffer[last], self.v_buffer[last])
         before = [each.index_select(0, slots) for each in rows]
         super().move_physical_pages(dst_pages, src_pages, page_size)

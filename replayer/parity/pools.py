@@ -22,10 +22,10 @@ FULL, WINDOW = "full", "window"
 @dataclass(frozen=True)
 class Layout:
     """How a model's layers are given to the pools: layers whose number divided by three leaves 2 see everything, as in
-    SGLang's and Gemma's patterns; all others the last ``window`` tokens."""
+    SGLang's and Gemma's patterns; all others the last ``window`` tokens, or everything as well if it is None."""
 
     page_size: int
-    window: int
+    window: int | None
 
     def pool_of(self, layer: int) -> str:
         return FULL if layer % 3 == 2 else WINDOW
@@ -111,7 +111,9 @@ class KVPools:
         """The pool that holds a layer of the model, and the layer's number in it."""
         return self._places[layer]
 
-    def grow(self, begins: list[int], ends: list[int], last: dict[str, list[int]]) -> dict[str, list[int]] | str:
+    def grow(
+        self, begins: list[int], ends: list[int], last: dict[str, list[int]]
+    ) -> dict[str, list[int]] | str:
         """Room for requests that grow from ``begins`` to ``ends`` tokens, in both pools or in neither.
 
         Args:

@@ -1,7 +1,7 @@
 """Prefix reuse: a tree of pages by their tokens, with locks, and least-recently-used eviction for each pool.
 
-A node is one page of a prompt and holds a virtual page of the full pool and, unless that was evicted, one of the window pool. A prefix can be
-reused up to a node if every page that the window's layers will look at is still there; what lies further back need not be. Locks keep what
+A node is one page of a prompt and holds a virtual page of the full pool and, unless that was evicted, one of the window pool. A prefix
+can be reused up to a node if every page that the window's layers will look at is still there; what lies further back need not be. Locks keep what
 running requests read: their whole path in the full pool, in the window pool only what is inside the window (as hybrid caches do: SGLang
 0.5.23, ``mem_cache/unified_cache/components/swa.py``).
 """
@@ -31,10 +31,10 @@ class PrefixCache:
 
     Args:
         page_size: tokens of a node.
-        window: tokens that a layer of the window pool sees, itself included.
+        window: tokens that a layer of the window pool sees, itself included; None for all.
     """
 
-    def __init__(self, page_size: int, window: int) -> None:
+    def __init__(self, page_size: int, window: int | None) -> None:
         self.page_size, self._window = page_size, window
         self._root = Node((), None, 0, None)
         self._clock = 0
@@ -56,6 +56,8 @@ class PrefixCache:
 
     def first_window_page(self, pages: int) -> int:
         """The first page that the window's layers read when the token after ``pages`` whole pages is computed."""
+        if self._window is None:
+            return 0
         return max(0, pages * self.page_size - self._window + 1) // self.page_size
 
     def lock(self, path: list[Node]) -> None:
@@ -89,7 +91,9 @@ class PrefixCache:
         """The node that holds ``tokens`` after ``parent`` (None: at the beginning)."""
         return (parent or self._root).children.get(tokens)
 
-    def add(self, parent: Node | None, tokens: tuple[int, ...], full_page: int, window_page: int | None) -> Node:
+    def add(
+        self, parent: Node | None, tokens: tuple[int, ...], full_page: int, window_page: int | None
+    ) -> Node:
         """A new node, which owns the pages from now on."""
         above = parent or self._root
         node = Node(tokens, above, full_page, window_page)
@@ -98,7 +102,8 @@ class PrefixCache:
 
     def evict_full(self, count: int) -> tuple[list[int], list[int]]:
         """Drop at most ``count`` unlocked nodes without children, the least recently used first. Returns their full and window pages."""
-        full, window = [], []
+        full: list[int] = []
+        window: list[int] = []
         while len(full) < count:
             leaves = [node for node in self._nodes() if not node.children and not node.full_locks]
             if not leaves:

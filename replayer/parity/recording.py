@@ -6,11 +6,10 @@ It is entered as `docs/recording.md` has it for a fork whose allocator has SGLan
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
 
 import allocator
 from recorder import process
@@ -32,9 +31,9 @@ class NotRecorded(ReplayError):
 class _Hook:
     """What `recorder.process.Recorder.attach` takes; see `recorder.engines.registry.Engine`."""
 
-    NAME: ClassVar[str] = NAME
-    HOST: ClassVar[str] = "kvtape"
-    VERSIONS: ClassVar[tuple[str, ...]] = (__version__,)
+    NAME: str = NAME
+    HOST: str = "kvtape"
+    VERSIONS: Sequence[str] = (__version__,)
 
     def installed_version(self) -> str | None:
         return __version__

@@ -1,6 +1,7 @@
 """All runs of a parity check: each variant on small pools, and for every schedule that comes of it one reference on large ones.
 
-Variants whose schedules are equal share a reference. Strategies place pages alike, so they do as a rule.
+Variants whose schedules are equal share a reference. Strategies place pages alike, so they do as a rule; the eager variant follows the
+schedule of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from allocator import STRATEGIES, UnifiedMHATokenToKVPool
 from replayer.parity.compare import Comparison, compare
 from replayer.parity.engine import Engine, Observer
-from replayer.parity.errors import ReferenceMoved
+from replayer.parity.errors import ReferenceMoved, ScheduleMismatch
 from replayer.parity.flushes import FlushLog
 from replayer.parity.language_model import LanguageModel
 from replayer.parity.pools import Allocation, KVPools, Layout
@@ -27,6 +28,17 @@ EAGER = "eager"
 VARIANTS = (*STRATEGIES, EAGER)
 REFERENCE = "large"
 
+PAGE_SIZE = 2
+WINDOW = 96
+MAX_RUNNING = 16
+MAX_PREFILL_TOKENS = 256
+#: Half of what a prompt with its answer needs.
+TOKENS_EACH = 50
+#: One prompt with its answer fits.
+LEAST_TOKENS = 250
+#: Tokens of the large pools, in those of the small ones.
+LARGE = 6
+
 Progress = Callable[[int], object]
 
 
@@ -38,6 +50,13 @@ class Setup:
     limits: Limits
     small_tokens: int
     large_tokens: int
+
+    @classmethod
+    def for_prompts(cls, count: int, window: int | None) -> Setup:
+        """Sizes for ``count`` of the committed prompts: small pools in which they crowd each other out, large ones in which they do
+        not."""
+        small = max(LEAST_TOKENS, TOKENS_EACH * min(count, MAX_RUNNING))
+        return cls(Layout(PAGE_SIZE, window), Limits(MAX_RUNNING, MAX_PREFILL_TOKENS), small, LARGE * small)
 
 
 @dataclass(frozen=True)
@@ -90,10 +109,12 @@ def check(
     for name in variants:
         allocation = replace(small, lazy=False) if name == EAGER else replace(small, strategy=name)
         recording = (recordings or {}).get(name)
+        run = None
         with recording or nullcontext():
-            run = _run(
-                name, model, requests, setup, allocation, lambda engine: serve(engine, setup.limits, progress), recording
-            )
+            if name == EAGER and references:
+                run = _like(references[0], name, model, requests, setup, allocation, progress)
+            if run is None:
+                run = _run(name, model, requests, setup, allocation, _serving(setup, progress), recording)
         reference = next((each for each in references if each.schedule == run.schedule), None)
         if reference is None:
             reference = _reference(model, requests, setup, run.schedule, progress)
@@ -101,8 +122,37 @@ def check(
         yield Result(run, reference, compare(reference.generations, run.generations))
 
 
+def _serving(setup: Setup, progress: Progress) -> Callable[[Engine], None]:
+    return lambda engine: serve(engine, setup.limits, progress)
+
+
+def _like(
+    reference: Run,
+    name: str,
+    model: LanguageModel,
+    requests: Sequence[Request],
+    setup: Setup,
+    allocation: Allocation,
+    progress: Progress,
+) -> Run | None:
+    """The reference's schedule again, on small pools, or None if they are short at some point. An eager pool never has holes, so what
+    fits a lazy one fits it too; by itself it would find room a little earlier, and need a reference of its own."""
+    try:
+        return _run(name, model, requests, setup, allocation, _following(reference.schedule, progress), None)
+    except ScheduleMismatch:
+        return None
+
+
+def _following(schedule: list[Operation], progress: Progress) -> Callable[[Engine], None]:
+    return lambda engine: follow(engine, schedule, progress)
+
+
 def _reference(
-    model: LanguageModel, requests: Sequence[Request], setup: Setup, schedule: list[Operation], progress: Progress
+    model: LanguageModel,
+    requests: Sequence[Request],
+    setup: Setup,
+    schedule: list[Operation],
+    progress: Progress,
 ) -> Run:
     run = _run(
         REFERENCE,
@@ -110,7 +160,7 @@ def _reference(
         requests,
         setup,
         Allocation(setup.large_tokens),
-        lambda engine: follow(engine, schedule, progress),
+        _following(schedule, progress),
         None,
         flushes_between=False,
     )
