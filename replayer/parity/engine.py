@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from replayer.parity.schedule import Decode, Evict, Extend, Operation, Preempt
 
 
 class Observer(Protocol):
-    """Told what happens to requests: the recorder's marks."""
+    """Told what happens to requests and forwards besides calls on the allocators: the recorder."""
 
     def for_request(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -33,6 +33,8 @@ class Observer(Protocol):
     def preempted(self, name: str, tokens: int) -> None: ...
 
     def finished(self, name: str, tokens: int) -> None: ...
+
+    def forward_done(self, event: Any) -> None: ...
 
 
 class Nobody:
@@ -46,6 +48,8 @@ class Nobody:
     def preempted(self, name: str, tokens: int) -> None: ...
 
     def finished(self, name: str, tokens: int) -> None: ...
+
+    def forward_done(self, event: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,7 @@ class Engine:
         if self._flushes_between:
             self.pools.flush_opportunistic()
         done.synchronize()
+        self.observer.forward_done(done)
         ids, logprobs = top_logprobs(logits)
         for turn, top_ids, top_values in zip(turns, ids, logprobs, strict=True):
             with self.observer.for_request(turn.running.request.name):

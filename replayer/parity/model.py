@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import io
 import os
+import sys
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +96,15 @@ def load(device: str) -> tuple[TransformersModel, Any]:
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(weights.parent), gguf_file=weights.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(weights.parent),
-        gguf_file=weights.name,
-        dtype=torch.float32 if device == "cpu" else torch.bfloat16,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    )
+    # The conversion from GGUF draws a progress bar, also where there is no terminal.
+    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(weights.parent), gguf_file=weights.name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(weights.parent),
+            gguf_file=weights.name,
+            dtype=torch.float32 if device == "cpu" else torch.bfloat16,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
     return TransformersModel(model.to(device), NAME), tokenizer
 
 

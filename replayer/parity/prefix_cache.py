@@ -1,9 +1,9 @@
 """Prefix reuse: a tree of pages by their tokens, with locks, and least-recently-used eviction for each pool.
 
 A node is one page of a prompt and holds a virtual page of the full pool and, unless that was evicted, one of the window pool. A prefix
-can be reused up to a node if every page that the window's layers will look at is still there; what lies further back need not be. Locks keep what
-running requests read: their whole path in the full pool, in the window pool only what is inside the window (as hybrid caches do: SGLang
-0.5.23, ``mem_cache/unified_cache/components/swa.py``).
+can be reused up to a node if every page that the window's layers will look at is still there; what lies further back need not be. Locks
+keep what running requests read: their whole path in the full pool, in the window pool only what is inside the window (as hybrid caches
+do: SGLang 0.5.23, ``mem_cache/unified_cache/components/swa.py``).
 """
 
 from __future__ import annotations

@@ -10,18 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import allocator
 from recorder import process
 from recorder.engines.blocks import put_mark
 from recorder.engines.sglang import SglangHooks
 from recorder.engines.sglang_header import Engine as EngineName
+from recorder.engines.sglang_tape import NO_RESULT, write_call
 from recorder.settings import Settings, absolute
-from recorder.trace import MarkCode
+from recorder.trace import NONE, EventKind, MarkCode
 from replayer import __version__
 from replayer.errors import ReplayError
 
 NAME = "kvtape parity"
+NUMBER = "_kvtape_number"
+"""Attribute of an event that the hooks have numbered (`recorder.engines.sglang`)."""
 
 
 class NotRecorded(ReplayError):
@@ -99,6 +103,28 @@ class Recording:
 
     def finished(self, name: str, tokens: int) -> None:
         self._mark(MarkCode.REQUEST_FINISH, name, tokens)
+
+    def forward_done(self, event: Any) -> None:
+        """The engine has waited for a forward: what it reads and writes is free again, from here on and not from the next query on."""
+        assert self._recorder is not None
+        number = getattr(event, NUMBER, None)
+        for session in self._recorder.sessions:
+            if number is not None and session.has_room():
+                arguments = (number, NONE, None, None, None)
+                session.queue.append(
+                    (
+                        write_call,
+                        session.clock_ns(),
+                        int(EventKind.FORWARD_DONE),
+                        NONE,
+                        0,
+                        None,
+                        arguments,
+                        NO_RESULT,
+                        None,
+                        None,
+                    )
+                )
 
     def _mark(self, code: MarkCode, name: str, tokens: int) -> None:
         assert self._recorder is not None
