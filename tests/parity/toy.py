@@ -48,7 +48,7 @@ class ToyModel:
 
         def attend(layer, query, key, value, scaling):
             seen = ahead >= 0
-            if layout.pool_of(layer) == "window":
+            if layout.window is not None and layout.pool_of(layer) == "window":
                 seen = seen & (ahead < layout.window)
             answer = torch.nn.functional.scaled_dot_product_attention(
                 query[None], key[None], value[None], attn_mask=seen, scale=scaling, enable_gqa=True
