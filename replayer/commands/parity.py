@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from replayer.parity.model import check_device, load
+    from replayer.parity import model as language_model
     from replayer.parity.plants import PLANTS as STORES
     from replayer.parity.prompts import load_prompts
     from replayer.parity.report import held
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     variants = _variants(args.strategy)
     _check_numbers(args)
     device = args.device or _default_device()
-    check_device(device)
+    language_model.check_device(device)
     results: list[Result] = []
     interrupted = False
-    model, tokenizer = load(device)
+    model, tokenizer = language_model.load(device)
     requests = load_prompts(tokenizer, args.prompts)
     setup = Setup.for_prompts(len(requests), args.window or None)
     recording = _recording(args.record, setup, model.shape.name)
@@ -144,21 +144,11 @@ def _recording(target: Path | None, setup: Setup, model: str) -> Recording | Non
 
 
 def _about(args: argparse.Namespace, device: str, dtype: Any, setup: Setup, model: str) -> About:
-    import torch
-    import transformers
-
-    import replayer
-    from replayer.parity.model import device_name
+    from replayer.parity.model import device_name, versions
     from replayer.parity.report import About
 
-    versions = {
-        "kvtape": replayer.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": str(torch.get_num_threads()),
-    }
     name = str(dtype).removeprefix("torch.")
-    return About(model, name, device, device_name(device), args.prompts, setup, args.plant, versions)
+    return About(model, name, device, device_name(device), args.prompts, setup, args.plant, versions())
 
 
 def _progress(total: int) -> Any:

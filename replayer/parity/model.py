@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from replayer import __version__
 from replayer.errors import UsageError
 from replayer.parity.attention import PagedBatch
 from replayer.parity.errors import MissingExtra
@@ -111,6 +112,17 @@ def load(device: str) -> tuple[TransformersModel, Any]:
 def device_name(device: str) -> str:
     """The card's name, or "a CPU"."""
     return torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else "a CPU"
+
+
+def versions() -> dict[str, str]:
+    """Of what took part in the numbers, by name."""
+    found = {name: importlib.metadata.version(name) for name in ("transformers", WHEEL)}
+    return {
+        "kvtape": __version__,
+        "torch": torch.__version__,
+        **found,
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 def check_device(device: str) -> None:
