@@ -21,7 +21,7 @@ from recorder.engines.sglang_tape import NO_RESULT, write_call
 from recorder.settings import Settings, absolute
 from recorder.trace import NONE, EventKind, MarkCode
 from replayer import __version__
-from replayer.errors import ReplayError
+from replayer.errors import ReplayError, UsageError
 
 NAME = "kvtape parity"
 NUMBER = "_kvtape_number"
@@ -64,6 +64,10 @@ class Recording:
         self._recorder: process.Recorder | None = None
 
     def __enter__(self) -> Recording:
+        if (running := process.current()) is not None and running.active:
+            raise UsageError(
+                "--record: this process is being recorded already (kvtape record, KVTAPE_RECORD)"
+            )
         self._recorder = process.begin(self._settings)
         self._recorder.attach(_Hook())
         return self

@@ -12,6 +12,7 @@ import torch
 from recorder import process
 from recorder.trace import EventKind, MarkCode, TraceReader
 from replayer.console import print_rich
+from replayer.errors import UsageError
 from replayer.parity.compare import OUTPUT_ID, TOP_LOGPROBS, compare
 from replayer.parity.errors import ReferenceMoved
 from replayer.parity.plants import PLANTS
@@ -133,6 +134,13 @@ def test_a_recording_that_fails_is_said(tmp_path: Path) -> None:
     with pytest.raises(NotRecorded, match="no allocator was called"), Recording(tmp_path / "x", "toy", ""):
         pass
     assert process.current() is None
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(NotRecorded), Recording(tmp_path / "x", "toy", ""):
+        other = Recording(tmp_path / "y", "toy", "")
+        with pytest.raises(UsageError, match="recorded already"):
+            other.__enter__()
 
 
 def test_figures_and_text_say_the_same(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:
