@@ -109,6 +109,12 @@ def draw(console: Console, about: About, results: Sequence[Result], interrupted:
             f"  references: {len(references)}, {sum(references.values()):.1f} s; pages moved in them: 0",
             highlight=False,
         )
+    still = [result.run.name for result in results if not result.run.flushes["pages_moved"]]
+    if still:
+        console.print(
+            f"  note: no page moved in {', '.join(still)}, which proves nothing; more prompts crowd the pools",
+            highlight=False,
+        )
     for result in results:
         if result.comparison.first is not None:
             _draw_difference(console, result.run.name, result.comparison.first)

@@ -159,6 +159,14 @@ def test_figures_and_text_say_the_same(results: list[Result], capsys: pytest.Cap
         assert f" {variant['flushes']['pages_moved']:,} " in row
 
 
+def test_a_run_without_moves_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    setup = replace(SETUP, layout=Layout(page_size=4, window=None), small_tokens=2000)
+    about = About("toy", "float32", "cpu", "a CPU", 1, setup, None, {})
+    still = list(check(ToyModel(), toy_requests(1), setup, ["hybrid"]))
+    print_rich(lambda console: draw(console, about, still, False))
+    assert "note: no page moved in hybrid, which proves nothing" in capsys.readouterr().out
+
+
 def test_a_difference_is_printed_with_request_and_token(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = list(check(ToyModel(), toy_requests(24), CROWDED, ["batched"], store_class=PLANTS["last-layer"]))
     about = About("toy", "float32", "cpu", "a CPU", 24, CROWDED, "last-layer", {})
