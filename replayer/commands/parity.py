@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from replayer.console import print_rich
 
 if TYPE_CHECKING:
     from replayer.parity.recording import Recording
-    from replayer.parity.report import About
+    from replayer.parity.report import About, Took
     from replayer.parity.run import Result, Setup
 
 NAME = "parity"
@@ -64,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
     from replayer.parity import model as language_model
     from replayer.parity.plants import PLANTS as STORES
     from replayer.parity.prompts import load_prompts
-    from replayer.parity.report import held
+    from replayer.parity.report import Took, held
     from replayer.parity.run import Setup, check
 
+    begun = perf_counter(), process_time()
     variants = _variants(args.strategy)
     _check_numbers(args)
     device = args.device or _default_device()
@@ -94,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
                 results.append(result)
         except KeyboardInterrupt:
             interrupted = True
-    _print(args.json, about, results, interrupted, recording)
+    took = Took(perf_counter() - begun[0], process_time() - begun[1])
+    _print(args.json, about, results, took, interrupted, recording)
     if interrupted:
         return EXIT_INTERRUPTED
     return 0 if held(results) else 1
@@ -169,15 +172,20 @@ def _progress(total: int) -> Any:
 
 
 def _print(
-    as_json: bool, about: About, results: list[Result], interrupted: bool, recording: Recording | None
+    as_json: bool,
+    about: About,
+    results: list[Result],
+    took: Took,
+    interrupted: bool,
+    recording: Recording | None,
 ) -> None:
     from replayer.parity.report import draw, figures
 
     path = None if recording is None else recording.path
     if as_json:
-        found = figures(about, results, interrupted)
+        found = figures(about, results, took, interrupted=interrupted)
         print(json.dumps({**found, "recorded": None if path is None else str(path)}, indent=1))
         return
-    print_rich(lambda console: draw(console, about, results, interrupted))
+    print_rich(lambda console: draw(console, about, results, took, interrupted=interrupted))
     if path is not None:
         print(f"  recorded: {path}")

@@ -29,12 +29,20 @@ class About:
     versions: dict[str, str]
 
 
+@dataclass(frozen=True)
+class Took:
+    """What the whole command took, loading the model included: seconds, and seconds of all processors that it had."""
+
+    seconds: float
+    processor_seconds: float
+
+
 def held(results: Sequence[Result]) -> bool:
     """Whether every request of every variant came out exactly as in the reference."""
     return all(result.comparison.exact == result.comparison.requests for result in results)
 
 
-def figures(about: About, results: Sequence[Result], interrupted: bool) -> dict[str, Any]:
+def figures(about: About, results: Sequence[Result], took: Took, *, interrupted: bool) -> dict[str, Any]:
     """Everything that is reported, ready for JSON. Times are seconds."""
     setup = about.setup
     return {
@@ -50,6 +58,8 @@ def figures(about: About, results: Sequence[Result], interrupted: bool) -> dict[
         "large_pool_tokens": setup.large_tokens,
         "plant": about.plant,
         "versions": about.versions,
+        "seconds": round(took.seconds, 2),
+        "processor_seconds": round(took.processor_seconds, 2),
         "variants": {result.run.name: _variant(result) for result in results},
     }
 
@@ -70,7 +80,7 @@ def _variant(result: Result) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, about: About, results: Sequence[Result], interrupted: bool) -> None:
+def draw(console: Console, about: About, results: Sequence[Result], took: Took, *, interrupted: bool) -> None:
     """The same for people."""
     from rich import box
     from rich.table import Table
@@ -106,7 +116,8 @@ def draw(console: Console, about: About, results: Sequence[Result], interrupted:
         )
         references = {id(result.reference): result.reference.seconds for result in results}
         console.print(
-            f"  references: {len(references)}, {sum(references.values()):.1f} s; pages moved in them: 0",
+            f"  references: {len(references)}, {sum(references.values()):.1f} s; pages moved in them: 0. All of it: "
+            f"{took.seconds:.0f} s, {took.processor_seconds:.0f} s of processor time",
             highlight=False,
         )
     still = [result.run.name for result in results if not result.run.flushes["pages_moved"]]

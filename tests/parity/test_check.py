@@ -18,7 +18,7 @@ from replayer.parity.errors import ReferenceMoved
 from replayer.parity.plants import PLANTS
 from replayer.parity.pools import Layout
 from replayer.parity.recording import NAME, NotRecorded, Recording
-from replayer.parity.report import About, draw, figures, held
+from replayer.parity.report import About, Took, draw, figures, held
 from replayer.parity.requests import Generation
 from replayer.parity.run import VARIANTS, Result, check
 from replayer.replay import ReplayOptions, replay
@@ -28,6 +28,7 @@ from tests.parity.toy import SETUP, ToyModel, toy_requests
 pytestmark = pytest.mark.cpu
 
 CROWDED = replace(SETUP, small_tokens=150)
+TOOK = Took(2.0, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +146,9 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
 
 def test_figures_and_text_say_the_same(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:
     about = About("toy", "float32", "cpu", "a CPU", 24, CROWDED, None, {"torch": torch.__version__})
-    found = json.loads(json.dumps(figures(about, results, False)))
+    found = json.loads(json.dumps(figures(about, results, TOOK, interrupted=False)))
     assert found["verdict"] == "held" and list(found["variants"]) == list(VARIANTS)
-    print_rich(lambda console: draw(console, about, results, False))
+    print_rich(lambda console: draw(console, about, results, TOOK, interrupted=False))
     text = capsys.readouterr().out
     assert text.startswith("HELD  toy, float32, on a CPU: 24 prompts")
     for name, variant in found["variants"].items():
@@ -163,7 +164,7 @@ def test_a_run_without_moves_says_so(capsys: pytest.CaptureFixture[str]) -> None
     setup = replace(SETUP, layout=Layout(page_size=4, window=None), small_tokens=2000)
     about = About("toy", "float32", "cpu", "a CPU", 1, setup, None, {})
     still = list(check(ToyModel(), toy_requests(1), setup, ["hybrid"]))
-    print_rich(lambda console: draw(console, about, still, False))
+    print_rich(lambda console: draw(console, about, still, TOOK, interrupted=False))
     assert "note: no page moved in hybrid, which proves nothing" in capsys.readouterr().out
 
 
@@ -172,15 +173,18 @@ def test_a_difference_is_printed_with_request_and_token(capsys: pytest.CaptureFi
     about = About("toy", "float32", "cpu", "a CPU", 24, CROWDED, "last-layer", {})
     first = wrong[0].comparison.first
     assert first is not None
-    assert figures(about, wrong, False)["variants"]["batched"]["first_difference"]["request"] == first.request
-    print_rich(lambda console: draw(console, about, wrong, False))
+    assert (
+        figures(about, wrong, TOOK, interrupted=False)["variants"]["batched"]["first_difference"]["request"]
+        == first.request
+    )
+    print_rich(lambda console: draw(console, about, wrong, TOOK, interrupted=False))
     text = capsys.readouterr().out
     assert text.startswith("FAILED") and "planted fault: last-layer" in text
     assert (
         f"first differs at request {first.request}, token {first.token}, forward {first.forward}: top-20"
         in text
     )
-    assert figures(about, wrong, True)["verdict"] == "interrupted"
+    assert figures(about, wrong, TOOK, interrupted=True)["verdict"] == "interrupted"
 
 
 def generation(ids: list[int], logprobs: list[list[float]]) -> Generation:
