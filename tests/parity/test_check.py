@@ -28,23 +28,24 @@ from tests.parity.toy import SETUP, ToyModel, toy_requests
 pytestmark = pytest.mark.cpu
 
 CROWDED = replace(SETUP, small_tokens=150)
+COUNT = 16
 TOOK = Took(2.0, 1.0)
 
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
-    return list(check(ToyModel(), toy_requests(24), CROWDED, VARIANTS))
+    return list(check(ToyModel(), toy_requests(COUNT), CROWDED, VARIANTS))
 
 
 def test_every_variant_is_exact(results: list[Result]) -> None:
     assert [result.run.name for result in results] == list(VARIANTS)
     for result in results:
         assert (result.comparison.exact, result.comparison.largest, result.comparison.first) == (
-            24,
+            COUNT,
             0.0,
             None,
         )
-        assert result.comparison.tokens == sum(request.max_new_tokens for request in toy_requests(24))
+        assert result.comparison.tokens == sum(request.max_new_tokens for request in toy_requests(COUNT))
         assert result.run.flushes["pages_moved"] >= 100
         assert result.reference.flushes["pages_moved"] == 0
         done = result.run.operations()
@@ -69,9 +70,9 @@ def test_strategies_cost_what_they_cost(results: list[Result]) -> None:
 @pytest.mark.parametrize("variant", ["batched", "device", "eager"])
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 def test_a_planted_fault_is_found_and_named(plant: str, variant: str) -> None:
-    (result,) = check(ToyModel(), toy_requests(14), CROWDED, [variant], store_class=PLANTS[plant])
+    (result,) = check(ToyModel(), toy_requests(COUNT), CROWDED, [variant], store_class=PLANTS[plant])
     found = result.comparison
-    assert found.exact < 14 and found.largest > 1e-3
+    assert found.exact < COUNT and found.largest > 1e-3
     assert found.first is not None and found.first.what == TOP_LOGPROBS
     # The first difference in time: nothing before that forward differs in any request.
     for name, expected in result.reference.generations.items():
@@ -99,13 +100,18 @@ def test_bfloat16_is_exact_too() -> None:
 
 def test_a_reference_in_which_pages_move_is_none() -> None:
     with pytest.raises(ReferenceMoved, match="pages moved in the reference"):
-        list(check(ToyModel(), toy_requests(24), replace(CROWDED, large_tokens=150), ["batched"]))
+        list(check(ToyModel(), toy_requests(COUNT), replace(CROWDED, large_tokens=150), ["batched"]))
 
 
-@pytest.mark.parametrize("variant", ["batched", "device"])
-def test_a_recorded_run_replays_on_every_strategy(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "strategies"),
+    [("batched", ("per-row", "hybrid", "batched", "device")), ("device", ("batched", "device"))],
+)
+def test_a_recorded_run_replays_on_every_strategy(
+    variant: str, strategies: tuple[str, ...], tmp_path: Path
+) -> None:
     recording = Recording(tmp_path / "toy.msgpack.zst", "toy", "a test")
-    requests = toy_requests(24)
+    requests = toy_requests(COUNT)
     (result,) = check(ToyModel(), requests, CROWDED, [variant], recordings={variant: recording})
     assert held([result]) and recording.path is not None
     assert process.current() is None
@@ -120,11 +126,11 @@ def test_a_recorded_run_replays_on_every_strategy(variant: str, tmp_path: Path) 
     assert (header.engine, header.provenance.kind, header.model) == (NAME, "recorded", "toy")
     assert [(pool.name, pool.grow_direction) for pool in header.pools] == [("window", "up"), ("full", "down")]
     operations = result.run.operations()
-    assert marks[MarkCode.REQUEST_ARRIVE] == marks[MarkCode.REQUEST_FINISH] == 24
+    assert marks[MarkCode.REQUEST_ARRIVE] == marks[MarkCode.REQUEST_FINISH] == COUNT
     assert marks[MarkCode.PREEMPT] == operations["preemptions"]
     assert done == operations["forwards"]
     assert flushed == result.run.flushes["pages_moved"]
-    for strategy in ("per-row", "hybrid", "batched", "device"):
+    for strategy in strategies:
         outcome = replay(ReplayOptions(recording.path, target=TargetOptions(strategy=strategy)))
         assert outcome.verdict == "held", outcome.failure
         assert sum(flush.moves for flush in outcome.flushes) == flushed
@@ -145,12 +151,12 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
 
 
 def test_figures_and_text_say_the_same(results: list[Result], capsys: pytest.CaptureFixture[str]) -> None:
-    about = About("toy", "float32", "cpu", "a CPU", 24, CROWDED, None, {"torch": torch.__version__})
+    about = About("toy", "float32", "cpu", "a CPU", COUNT, CROWDED, None, {"torch": torch.__version__})
     found = json.loads(json.dumps(figures(about, results, TOOK, interrupted=False)))
     assert found["verdict"] == "held" and list(found["variants"]) == list(VARIANTS)
     print_rich(lambda console: draw(console, about, results, TOOK, interrupted=False))
     text = capsys.readouterr().out
-    assert text.startswith("HELD  toy, float32, on a CPU: 24 prompts")
+    assert text.startswith("HELD  toy, float32, on a CPU: 16 prompts")
     for name, variant in found["variants"].items():
         (row,) = [line for line in text.splitlines() if line.strip().startswith(f"{name} ")]
         assert (
@@ -169,8 +175,10 @@ def test_a_run_without_moves_says_so(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_difference_is_printed_with_request_and_token(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = list(check(ToyModel(), toy_requests(24), CROWDED, ["batched"], store_class=PLANTS["last-layer"]))
-    about = About("toy", "float32", "cpu", "a CPU", 24, CROWDED, "last-layer", {})
+    wrong = list(
+        check(ToyModel(), toy_requests(COUNT), CROWDED, ["batched"], store_class=PLANTS["last-layer"])
+    )
+    about = About("toy", "float32", "cpu", "a CPU", COUNT, CROWDED, "last-layer", {})
     first = wrong[0].comparison.first
     assert first is not None
     assert (
