@@ -49,7 +49,7 @@ def test_every_variant_is_exact(results: list[Result]) -> None:
         assert result.run.flushes["pages_moved"] >= 100
         assert result.reference.flushes["pages_moved"] == 0
         done = result.run.operations()
-        assert done["evictions"] >= 10 and done["preemptions"] >= 3 and done["reused_tokens"] >= 50
+        assert done["evictions"] >= 10 and done["preemptions"] >= 2 and done["reused_tokens"] >= 50
 
 
 def test_one_reference_serves_all(results: list[Result]) -> None:
