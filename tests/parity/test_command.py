@@ -54,6 +54,11 @@ def test_all_variants_held(toy: None, capsys: pytest.CaptureFixture[str]) -> Non
         assert variant["flushes"]["pages_moved"] > 50
 
 
+def test_without_a_window(toy: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ran(capsys, "--prompts", "6", "--strategy", "device", "--window", "0")
+    assert code == 0 and "the others everything (pool window)" in out and "6/6" in out
+
+
 @pytest.mark.parametrize("plant", command.PLANTS)
 def test_a_planted_fault_ends_with_1_and_says_where(
     toy: None, capsys: pytest.CaptureFixture[str], plant: str
