@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replayer.parity.engine import Engine
 from replayer.parity.errors import PoolTooSmall, ScheduleMismatch
@@ -15,7 +17,7 @@ from replayer.parity.requests import Request
 from replayer.parity.sampling import choose, top_logprobs
 from replayer.parity.schedule import Decode, Evict, Extend, Preempt
 from replayer.parity.scheduler import Limits, follow, serve
-from tests.parity.toy import SETUP, ToyModel, toy_requests
+from tests.parity.toy import SETUP, VOCABULARY, ToyModel, toy_requests
 
 pytestmark = pytest.mark.cpu
 
@@ -76,6 +78,43 @@ def test_crowded_pools_evict_preempt_move_and_leak_nothing(lazy: bool) -> None:
     while engine.evict("full", 64):
         pass
     assert pools.live_tokens() == 0
+
+
+class Silent(ToyModel):
+    """Computes nothing: for what does not depend on keys and values."""
+
+    def logits(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, batch
+    ) -> torch.Tensor:
+        return torch.zeros(len(rows), VOCABULARY)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    page_size=st.sampled_from([1, 2, 4, 8]),
+    window=st.sampled_from([None, 1, 5, 24]),
+    tokens=st.integers(150, 320),
+    limits=st.builds(Limits, st.integers(1, 7), st.integers(1, 120)),
+    lazy=st.booleans(),
+)
+def test_any_pools_finish_every_request_and_repeat_on_large_ones(
+    seed: int, page_size: int, window: int | None, tokens: int, limits: Limits, lazy: bool
+) -> None:
+    model, requests, layout = Silent(), toy_requests(8, seed), Layout(page_size, window)
+    with FlushLog("cpu") as log:
+        pools = KVPools(model.shape, layout, Allocation(tokens, lazy=lazy), log)
+        engine = Engine(model, pools, requests)
+        serve(engine, limits)
+        large = KVPools(model.shape, layout, Allocation(3000), log)
+        again = Engine(model, large, requests, flushes_between=False)
+        follow(again, engine.schedule)
+    assert again.generations == engine.generations
+    for each, owner in ((engine, pools), (again, large)):
+        full, shared_window = each.cache.held()
+        assert owner.live_tokens() == (len(full) + len(shared_window)) * page_size
+        ran = [len(made.output_ids) for made in each.generations.values()]
+        assert ran == [request.max_new_tokens for request in requests]
 
 
 def test_a_schedule_repeats_itself_on_other_pools() -> None:
