@@ -66,6 +66,10 @@ COMMANDS: dict[str, Command] = {
         "recorder.commands.anonymize", "take out of a trace what could tell users or machines apart"
     ),
     "bench": Command("replayer.commands.bench", "measure allocators on traces, as ratios within one run"),
+    "parity": Command(
+        "replayer.commands.parity",
+        "have a language model generate while its KV pages move, and compare every token with a run in which none do",
+    ),
     # Found before "bench" is: a trace of that name is ./flush.
     "bench flush": Command(
         "replayer.commands.bench_flush",

@@ -15,7 +15,7 @@ from tests.scenario import TWO_ENDS, header_for
 pytestmark = pytest.mark.cpu
 
 TOOLS = Path(__file__).parents[2] / "tools"
-BUILDERS = ("build_sglang_env.sh", "build_vllm_env.sh")
+BUILDERS = ("build_sglang_env.sh", "build_vllm_env.sh", "build_model_env.sh")
 REQUIREMENTS = sorted(path.relative_to(TOOLS).as_posix() for path in TOOLS.glob("*_env/requirements*.txt"))
 
 
