@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for trace in sorted((REPOSITORY / "traces").glob("*.msgpack.zst")):
         name = trace.name.removesuffix(".msgpack.zst")
-        of_sglang = name.startswith(("sglang", "kimi"))
+        of_sglang = name.startswith(("sglang", "kimi", "parity"))
         flushing = () if of_sglang or name.startswith("synthetic") else ("--flush-every", "20")
         first = True
         if of_sglang and arguments.sglang_env is not None:
