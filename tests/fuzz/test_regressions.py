@@ -16,6 +16,8 @@ from allocator import (
     kv_store_for,
 )
 from replayer.checks import CheckOptions
+from replayer.fuzz.composite_program import CompositeProgram
+from replayer.fuzz.shapes import COMPOSITES, Setting
 from replayer.replay import ReplayOptions, replay
 from replayer.targets import TargetOptions
 from tests.scenario import PoolShape, Scenario
@@ -88,3 +90,21 @@ def test_a_refused_cancel_leaves_the_reservation(strategy: str) -> None:
     assert made.moves_blocked()
     made.cancel_physical_reservation(torch.cat([first, second]))
     assert made.watermark_physical == made.min_page_index and not made.moves_blocked()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reserved_window_places_count_against_the_ids(tmp_path: Path, strategy: str) -> None:
+    """A composite whose window pages are cheaper than full ones: places reserved for a load will need ids that the full side has few of.
+    SGLang 0.5.23's `available_size()` forgets them and promises more than its alloc grants (tests/engine/test_findings.py)."""
+    setting = Setting(COMPOSITES[1], 1, True, 4096, 8)
+    path = tmp_path / "s.msgpack.zst"
+    run = CompositeProgram(
+        path, setting, [(strategy, TargetOptions(strategy=strategy, kv="stamp"))], "a test"
+    )
+    assert run.alloc_physical("swa", 3) is not None
+    available = run.reference.composite.available_size()
+    assert available == 2
+    assert run.take(available + 1) is None
+    assert run.take(available) is not None
+    run.close()
+    run.judge(TargetOptions(strategy=strategy))
