@@ -153,3 +153,20 @@ def _log_probabilities(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torc
     assert outcome.verdict == "held", outcome.failure
     assert outcome.logprob_compared > 0 and outcome.logprob_largest == 0.0
     return found
+
+
+def test_a_forward_whose_event_has_not_fired_may_stop_a_flush_though_a_later_one_is_over(
+    tmp_path: Path,
+) -> None:
+    """The end of a forward on the window pool says that the one before it is over, which wrote the other pool; that one's event is asked
+    by that pool alone and has not fired: pages that it was to write stay where they are."""
+    s = Scenario(tmp_path / "s.msgpack.zst")
+    ids, window = s.alloc("full", 6), s.alloc("swa", 1)
+    assert ids and window
+    s.forward_begin("full", 1, ids[:1])
+    s.forward_begin("swa", 2, window)
+    s.forward_done(2)
+    s.free("full", ids[4:])
+    assert s.flush("full") == 0
+    s.forward_done(1)
+    holds_everywhere(s.close())
