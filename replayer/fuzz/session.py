@@ -185,6 +185,10 @@ class Session:
             except (Disagreement, Flaky) as error:
                 self._keep(error)
                 return
+            except KeyboardInterrupt:
+                if self._found is not None:  # found already, and not shrunk to the end
+                    self._keep(self._found[0])
+                raise
             finally:
                 self._round += 1
                 self.counts["rounds"] = self._round
