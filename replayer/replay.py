@@ -182,11 +182,11 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
         except KeyboardInterrupt:
             outcome.interrupted = True
         except Exception as error:
-            failure = None if hasattr(error, "exit_code") else raised_inside(error, target.allocators)
-            if failure is None:
+            theirs = None if hasattr(error, "exit_code") else raised_inside(error, target.allocators)
+            if theirs is None:
                 raise
-            failure.seq, failure.call = driver.seq, driver.call_name
-            outcome.failure = failure
+            theirs.seq, theirs.call = driver.seq, driver.call_name
+            outcome.failure = theirs
         finally:
             if ledger is not None:
                 _read_ledger(ledger, outcome)
