@@ -122,6 +122,20 @@ def test_ctrl_c_while_a_find_is_shrunk_keeps_it(
     assert again(trace, "tests.fuzz.faulty:LosesAHole").verdict == "failed"
 
 
+def test_a_find_is_kept_elsewhere_where_its_folder_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = {"rounds": 30, "seed": 1, "calls": 25, "strategies": ("batched",)}
+    out = Path("/proc/no such folder")
+    with Session(FuzzOptions(3.0, allocator="tests.fuzz.faulty:Raises", out=out, **options)) as session:  # type: ignore[arg-type]
+        session.run()
+    (find,) = session.finds
+    assert "not in /proc/no such folder" in find.message and tmp_path in find.trace.parents
+    assert str(find.trace) in find.command
+    assert again(find.trace, "tests.fuzz.faulty:Raises").verdict == "failed"
+
+
 def test_a_fault_that_comes_and_goes_is_kept_all_the_same(tmp_path: Path) -> None:
     faulty.Unsteady.asked = 0
     (find,) = fuzz(tmp_path, "Unsteady").finds
@@ -175,6 +189,7 @@ def test_the_command_ends_with_1_and_the_way_to_see_it(
         (["--seed", "-1"], "no number from 0"),
         (["--strategy", "batched,nowhere"], "each once"),
         (["--out", __file__], "is no folder"),
+        (["--out", f"{__file__}/finds"], "is no folder"),
         (["--rounds", "0"], "no number of rounds"),
     ],
 )
