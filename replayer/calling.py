@@ -146,7 +146,7 @@ class Caller:
         pages = list(error.ids) if isinstance(error, AllocatorError) else []
         return CheckFailure(
             check,
-            f"a valid call raised {type(error).__name__}: {error}",
+            f"{'a valid call' if self.checks is not None else 'a call that was not looked at'} raised {type(error).__name__}: {error}",
             getattr(error, "pool", ""),
             pages,
         )
