@@ -193,7 +193,9 @@ class MappedBand(Band):
         self.total_bytes = self.unified_buffer.total_bytes  # SGLang's buffer may have another size by now
         self.clear()
 
-    _set_capacity = resize
+    def _set_capacity(self, max_slots: int, *, virtual_num_pages: int | None = None) -> None:
+        """SGLang's name for `resize`."""
+        self.resize(max_slots, virtual_num_pages=virtual_num_pages)
 
     @property
     def virtual_to_physical(self) -> torch.Tensor:

@@ -116,7 +116,7 @@ class Caller:
             begin = perf_counter_ns()
             try:
                 return function(*arguments, **keywords)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._refusal(error) from error
             finally:
                 self.nanoseconds[name] += perf_counter_ns() - begin
@@ -125,12 +125,12 @@ class Caller:
             begin = perf_counter_ns()
             try:
                 return function(*arguments, **keywords)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._refusal(error) from error
             finally:
                 self.nanoseconds[name] += perf_counter_ns() - begin
 
-    def _refusal(self, error: Exception) -> CheckFailure:
+    def _refusal(self, error: Exception | SystemExit) -> CheckFailure:
         """A call that the oracle holds valid was refused, or crashed."""
         from allocator.errors import AllocatorError, CorruptMappingError, NotAllocatedError
 
@@ -146,7 +146,7 @@ class Caller:
         pages = list(error.ids) if isinstance(error, AllocatorError) else []
         return CheckFailure(
             check,
-            f"a valid call raised {type(error).__name__}: {error}",
+            f"{'a valid call' if self.checks is not None else 'a call that was not looked at'} raised {type(error).__name__}: {error}",
             getattr(error, "pool", ""),
             pages,
         )

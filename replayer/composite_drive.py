@@ -170,6 +170,8 @@ class CompositeDriver(CompositeFrees):
         self._before_release()
         self._call("prepare_mamba_allocation", self.composite.prepare_mamba_allocation, self._value[index])
         self._released_group()
+        if self.joint is not None:
+            self.joint.prepared(self.mamba, self._value[index])
 
     def _slot_alloc(self, state: PoolState, index: int) -> None:
         self._require_states(state)

@@ -258,6 +258,7 @@ class CompositeFrees(Driver):
     def _live(self, recorded: IntArray) -> IntArray:
         """Full pages about to be freed, as this allocator numbers them."""
         own = self.ids.pages(self.full, recorded)
+        self.full.oracle.require_pages(own, "free")
         if self.checks is not None:
             self.full.oracle.require_live(own, "free")
             self._require_not_queued(self.full, own)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from recorder.trace import Chunk, EventKind, ImpossibleEvent
+from replayer.blame import ids_in
 from replayer.calling import MoveLog
 from replayer.checks.growth import decode_growth, extend_growth, require_last_tokens, whole_pages_growth
 from replayer.content import IntArray
@@ -258,9 +259,9 @@ class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
         growth: Callable[[IntArray], Growth],
     ) -> None:
         """What an alloc answered, against the recorded answer and the oracle."""
-        if result is None:
+        tokens = ids_in(result, self.call_name, state.name)
+        if tokens is None:
             self.refused += 1
-        tokens = None if result is None else (result if result.device.type == "cpu" else result.cpu()).numpy()
         if self.checks is None:
             self.hazards.log.clear()
             recorded = self._ids(3, index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from replayer.blame import number_in
 from replayer.event_arguments import EventArguments
 from replayer.oracle import TraceContradiction
 from replayer.pool_state import PoolState
@@ -55,7 +56,7 @@ class FlushEvents(EventArguments):
         if self.checks is None:
             self.hazards.log.clear()
             return result
-        result = int(result)  # a number may still be on its way from the device
+        result = number_in(result, name, state.name)
         self._judge_log()
         if self.ids.identity and self._result_kind[index] == 3:
             self.checks.recorded_number(state, name, result, self._result_value[index])

@@ -107,7 +107,8 @@ class ForwardEvents(EventArguments):
         known = ids == -1 or (not state.header.is_id_owner and 0 < ids <= state.header.num_virtual_ids)
         if not known or not state.min_page_index < pages <= state.header.num_pages:
             raise TraceContradiction(f"pool {state.name!r} cannot be resized to {pages} pages and {ids} ids")
-        resize = getattr(state.allocator, "resize", state.allocator._set_capacity)
+        # SGLang's name for it; its `resize` is another call, which takes a configuration.
+        resize = getattr(state.allocator, "_set_capacity", None) or state.allocator.resize
         self._call("resize", resize, self._value[index], virtual_num_pages=None if ids < 0 else ids)
         state.oracle.resize(state.allocator.num_virtual_ids)
         self._emptied(state)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from recorder.trace import Chunk, Header, ImpossibleEvent, Recovery, TraceReader
+from replayer.blame import raised_inside
 from replayer.calling import FlushRecord, MoveLog
 from replayer.checks import CheckOptions, Checks
 from replayer.checks.drain import drain
@@ -180,6 +181,12 @@ def _run(options: ReplayOptions, progress: Progress | None) -> tuple[Outcome, Ch
             raise
         except KeyboardInterrupt:
             outcome.interrupted = True
+        except Exception as error:
+            theirs = None if hasattr(error, "exit_code") else raised_inside(error, target.allocators)
+            if theirs is None:
+                raise
+            theirs.seq, theirs.call = driver.seq, driver.call_name
+            outcome.failure = theirs
         finally:
             if ledger is not None:
                 _read_ledger(ledger, outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from replayer.blame import ids_in
 from replayer.errors import UsageError
 from replayer.event_arguments import EventArguments
 from replayer.oracle import TraceContradiction
@@ -64,11 +65,11 @@ class ReservationEvents(EventArguments):
         if self.checks is not None:
             self.checks.before_alloc(state)
         result = self._call("alloc_physical", state.allocator.alloc_physical, self._value[index])
-        if result is None:
+        tokens = ids_in(result, "alloc_physical", state.name)
+        if tokens is None:
             self.refused += 1
         if self.checks is not None:
             self._judge_log()
-            tokens = None if result is None else result.cpu().numpy()
             known = self.ids.identity and self._result_kind[index] in (1, 2)
             self.checks.reserved(state, self._value[index], tokens, self._ids(3, index), comparable=known)
 

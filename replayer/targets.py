@@ -52,6 +52,12 @@ class Target:
     composite: Any = None
     slots: Any = None
 
+    @property
+    def allocators(self) -> list[Any]:
+        """All objects under test."""
+        found = [self.composite, self.slots, *(state.allocator for state in self.pools.values())]
+        return [each for each in found if each is not None]
+
 
 def build_pools(header: Header, options: TargetOptions, log: StoreLog) -> dict[str, PoolState]:
     """The pools of `build_target`."""
@@ -264,12 +270,23 @@ def build_allocators(
             raise UsageError(
                 f"{chosen.__module__}:{chosen.__name__} does not take MultiEndedAllocator's arguments: {error}"
             ) from None
+        except Exception as error:
+            if options.allocator in ("kvtape", "sglang"):
+                raise
+            raise not_made(chosen, error) from None
         prepare(made[pool.name], pool, header)
     chain = [made[spec.name] for spec in buffer.sub_pool_specs]
     for low, high in itertools.pairwise(chain):
         low.bind_high_peer(high)
         high.bind_low_peer(low)
     return made
+
+
+def not_made(chosen: type[Any], error: Exception) -> UsageError:
+    """What a user is told whose class raises when it is made."""
+    return UsageError(
+        f"{chosen.__module__}:{chosen.__name__} could not be made: {type(error).__name__}: {' '.join(str(error).split())}"
+    )
 
 
 def prepare(made: Any, pool: PoolHeader, header: Header) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from recorder.trace import Header, ImpossibleEvent, PoolHeader
 from replayer.content import KVStore
 from replayer.errors import UsageError
-from replayer.targets import TargetOptions, loaded_classes, prepare
+from replayer.targets import TargetOptions, loaded_classes, not_made, prepare
 
 #: Pools of a composite, and where it keeps their allocators: SGLang's names.
 MEMBERS = {"full": "full_attn_allocator", "swa": "swa_attn_allocator", "mamba": "mamba_allocator"}
@@ -67,6 +67,10 @@ def build_composite(
         raise UsageError(
             f"{chosen.__module__}:{chosen.__name__} does not fit as a composite: {error}"
         ) from None
+    except Exception as error:
+        if options.allocator == "kvtape":
+            raise
+        raise not_made(chosen, error) from None
     wanted = REQUIRED + (REQUIRED_WITH_WINDOW if "swa" in pools else ())
     missing = [name for name in (*wanted, *(MEMBERS[name] for name in pools)) if not hasattr(made, name)]
     if missing:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from replayer.blame import ids_in
 from replayer.checks.drain_joint import free_joint, probe_joint
+from replayer.checks.growth import whole_pages_growth
 from replayer.checks.joint import JointChecks
 from replayer.checks.suite import Checks
 from replayer.composite_drive import CompositeDriver
@@ -88,12 +90,11 @@ def _probe_capacity(driver: Driver, checks: Checks, state: PoolState) -> None:
     if pages:
         tokens = driver._call("drain", state.allocator.alloc, pages * state.page_size)
         driver._judge_log()
-        if tokens is None:
+        answered = ids_in(tokens, "alloc", state.name)
+        if answered is None:
             raise CheckFailure("C10", f"refused alloc({pages * state.page_size})", state.name, [], "served",
                                f"None, with available_size() {available}")  # fmt: skip
-        own = tokens.cpu().numpy()[:: state.page_size] // state.page_size
-        state.oracle.start_pages(own, state.page_size)
-        checks.placed(state, own)
+        checks.placed(state, whole_pages_growth(state, answered, pages * state.page_size).new_pages)
         checks.hold(C10=1)
     if state.allocator.available_size() == 0:
         tokens = driver._call("drain", state.allocator.alloc, state.page_size)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from replayer.blame import ids_in
+from replayer.checks.growth import whole_pages_growth
 from replayer.checks.joint import JointChecks
 from replayer.failure import CheckFailure
 
@@ -33,11 +35,11 @@ def probe_joint(driver: CompositeDriver, checks: JointChecks) -> None:
         return
     tokens = driver._call("drain", driver.composite.alloc, pages * size)
     driver._judge_log()
-    if tokens is None:
+    answered = ids_in(tokens, "alloc", full.name)
+    if answered is None:
         raise CheckFailure("C10", f"refused alloc({pages * size}) of all its pools together", full.name, [], "served",
                            f"None, with available_size() {available}")  # fmt: skip
-    own = tokens.cpu().numpy()[::size] // size
-    full.oracle.start_pages(own, size)
+    own = whole_pages_growth(full, answered, pages * size).new_pages
     checks.placed(full, own)
     if driver.swa is not None:
         driver.swa.oracle.start_pages(own, size)

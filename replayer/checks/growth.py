@@ -157,18 +157,32 @@ def require_last_tokens(state: PoolState, seq: IntArray, last: IntArray) -> None
     Raises:
         TraceContradiction: otherwise.
     """
-    pages = last // state.page_size
+    pages, offsets = np.divmod(last, state.page_size)
+    oracle, begins = state.oracle, seq <= 1
     try:
-        continues = state.oracle.live[pages] | (seq <= 1)
+        # In a new page it does not matter how much the last one holds: less than was handed out of it, if it came back from the host.
+        follows = (offsets < oracle.filled[pages]) | ((seq - 1) % state.page_size == 0)
+        continues = (oracle.live[pages] & follows) | begins
     except IndexError:
         continues = np.zeros(1, dtype=np.bool_)
     if not continues.all():
         raise TraceContradiction(f"last_loc names tokens of pool {state.name!r} that are not live")
+    wrong = last[~begins & (offsets != (seq - 2) % state.page_size)]
+    if len(wrong):
+        raise TraceContradiction(
+            f"last_loc {shown(wrong)} of pool {state.name!r} cannot be the last but one of the lengths given"
+        )
 
 
 def _require_token(state: PoolState, token: int, position: int) -> None:
     page, offset = divmod(token, state.page_size)
-    if not 0 <= page < state.oracle.num_virtual_ids or not state.oracle.live[page]:
+    oracle = state.oracle
+    # Within a page: a page that came back from the host may hold less than was handed out of it.
+    gap = (
+        position % state.page_size != state.page_size - 1
+        and offset >= oracle.filled[page % oracle.num_virtual_ids]
+    )
+    if not 0 <= page < oracle.num_virtual_ids or not oracle.live[page] or gap:
         raise TraceContradiction(f"last_loc {token} of pool {state.name!r} is not a live token")
     if offset != position % state.page_size:
         raise TraceContradiction(

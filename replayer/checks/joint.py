@@ -13,6 +13,7 @@ import numpy as np
 
 from replayer.checks.capacity import float_gaps
 from replayer.checks.held_back import already_over
+from replayer.checks.joint_reads import check_joint_translation, check_sides
 from replayer.checks.suite import CheckOptions, Checks
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
@@ -81,11 +82,7 @@ class JointChecks(Checks):
                     expected="live tokens {}, free ids {}, live pages of its band {}".format(*before),
                     found="live tokens {}, free ids {}, live pages of its band {}".format(*found),
                 )
-        if (
-            self.on("C10")
-            and self.swa is not None
-            and self._fits(need_full, need_swa, packed=self._may_pack())
-        ):
+        if self.on("C10") and self.swa is not None and self._could_fit(need_full, need_swa):
             self._fail(
                 CheckFailure(
                     "C10",
@@ -93,7 +90,7 @@ class JointChecks(Checks):
                     self.full.name,
                     expected="served",
                     found="None, though both fit"
-                    + (" once the pools are packed" if self._may_pack() else ""),
+                    + (" once the pools are packed" if self._may_move() else ""),
                 )
             )
         self.hold(C4=len(self.chain), C10=1)
@@ -105,7 +102,7 @@ class JointChecks(Checks):
             CheckFailure: C10.
         """
         fits = self._fits(need_full, need_swa, packed=False)
-        if (answer and not fits) or (not answer and self._fits(need_full, need_swa, packed=self._may_pack())):
+        if (answer and not fits) or (not answer and self._could_fit(need_full, need_swa)):
             self._fail(
                 CheckFailure(
                     "C10",
@@ -219,9 +216,18 @@ class JointChecks(Checks):
     # -- after events
 
     def _check_chain(self, new_flushes: list[FlushRecord]) -> None:
+        moved = [batch for name in ("full", "swa") for batch in self._moved.get(name, [])]
         super()._check_chain(new_flushes)
+        if moved and self.on("C1"):
+            pages = np.unique(np.concatenate(moved))
+            check_joint_translation(self.composite, self.full, self.swa, pages[self.full.oracle.live[pages]])
         if self.on("C10"):
             self.check_joint()
+
+    def sweep(self, seq: int) -> None:
+        super().sweep(seq)
+        if self.on("C1") and not self._handing_over:
+            check_joint_translation(self.composite, self.full, self.swa, self.full.oracle.live_pages())
 
     def check_joint(self) -> None:
         """C10: ``available_size()`` of the composite equals a fresh recomputation.
@@ -245,15 +251,38 @@ class JointChecks(Checks):
                 "C10", "available_size() of the composite is not what the bands leave for all its pools together",
                 self.full.name, [], f"{expected} tokens", f"{found} tokens",
             )  # fmt: skip
+        if self.swa is not None:
+            check_sides(self.composite, {"full": self.full, "swa": self.swa})
+        self.hold(C10=1)
+
+    def prepared(self, states: PoolState, slots: int) -> None:
+        """Room was asked for so many states: it is there, unless a flush of the neighbour would not open it either.
+
+        Raises:
+            CheckFailure: C10.
+        """
+        found = int(states.allocator.available_size())
+        if found < slots <= int(states.allocator.schedulable_available_size()):
+            self._fail(CheckFailure("C10", f"prepare_mamba_allocation({slots}) has made no room that a flush would make", states.name, [],
+                                    f"{slots} slots available", f"{found}"))  # fmt: skip
         self.hold(C10=1)
 
     # -- what fits
 
-    def _may_pack(self) -> bool:
-        """Whether the composite of two ends would make room by packing both: nothing may stand against it. With a float in the middle
-        the ladder of what is moved is SGLang's own, and nothing is asked of it."""
+    def _could_fit(self, full_tokens: int, swa_tokens: int) -> bool:
+        """Whether a composite must serve so much: it fits as everything lies, or once both ends are packed and nothing stands against
+        that. How a float in the middle is moved is SGLang's own, and nothing is asked of it."""
+        if self._fits(full_tokens, swa_tokens, packed=False):
+            return True
+        if not self._may_move():
+            return False
+        if self.swa is not None and self.swa.is_float:
+            return self._fits_with_ends_packed(full_tokens, swa_tokens)
+        return self._fits(full_tokens, swa_tokens, packed=True)
+
+    def _may_move(self) -> bool:
         return not any(
-            state.is_float or not state.lazy or state.awaiting_load or not self.hazards.may_move(state.name)
+            not (state.lazy or state.is_float) or state.awaiting_load or not self.hazards.may_move(state.name)
             for state in self.chain
         )
 
@@ -285,16 +314,34 @@ class JointChecks(Checks):
         if not swa.is_float:
             taken = sum((kept[state.name] + beyond[state.name]) * state.page_bytes for state in (full, swa))
             return taken <= self._buffer_between()
-        return self._fits_beside_float(beyond[full.name], beyond[swa.name])
+        states = self.chain[0]
+        return self._fits_beside_float(beyond[full.name], beyond[swa.name], states.band()[1], full.band()[0])
+
+    def _fits_with_ends_packed(self, full_tokens: int, swa_tokens: int) -> bool:
+        """Beside a float that stays as it is, with the holes of both ends packed away; pages that wait for a forward count as taken."""
+        assert self.swa is not None
+        full, swa, states = self.full, self.swa, self.chain[0]
+        full_pages, swa_pages = -(-full_tokens // full.page_size), -(-swa_tokens // swa.page_size)
+        span = full.band()[1] - full.band()[0] - full.holes()
+        room = full.num_pages - full.min_page_index - span
+        ids = full.oracle.num_virtual_ids - full.min_page_index - full.oracle.live_count
+        if full_pages > min(room, ids) or swa_pages > _index_room(swa):
+            return False
+        beyond = max(0, swa_pages - swa.holes())
+        return self._fits_beside_float(
+            full_pages, beyond, states.band()[1] - states.holes(), full.band()[0] + full.holes()
+        )
 
     def _buffer_between(self) -> int:
         """Bytes that two ends share: from the first page of the one that grows up to the end of the last of the other."""
         low, high = self.chain
         return high.num_pages * high.page_bytes - low.min_page_index * low.page_bytes
 
-    def _fits_beside_float(self, full_beyond: int, swa_beyond: int) -> bool:
+    def _fits_beside_float(
+        self, full_beyond: int, swa_beyond: int, states_end: int, full_begins: int
+    ) -> bool:
         states, swa, full = self.chain
-        floor, full_low = states.band()[1] * states.page_bytes, full.band()[0] * full.page_bytes
+        floor, full_low = states_end * states.page_bytes, full_begins * full.page_bytes
         low, high = swa.band()
         is_empty = high - low == swa.holes()
         if full_beyond * full.page_bytes > full_low - (floor if is_empty else high * swa.page_bytes):

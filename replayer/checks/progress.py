@@ -40,7 +40,12 @@ def check_flushed(
         raise CheckFailure(
             "C12", "an urgent flush left holes in the band", state.name, [], "0 holes", f"{holes} holes"
         )
-    runs = not hazards.nothing_runs(state.name) or state.pending() > 0
+    # An event that has not fired stops an allocator, also where a later forward's end says that this one is over.
+    runs = (
+        not hazards.nothing_runs(state.name)
+        or state.pending() > 0
+        or bool(hazards.places_to_be_written(state))
+    )
     if moves >= state.move_cap or (runs and judged_before != hazards.judged_through):
         return
     seen = (state.changes, hazards.epoch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,11 +82,30 @@ def _options(args: argparse.Namespace) -> FuzzOptions:
             raise UsageError(f"--strategy {args.strategy}: {', '.join(known)}, each once")
     else:
         strategies = known if args.allocator == "kvtape" else ("batched",)
-    if args.out.exists() and not args.out.is_dir():
-        raise UsageError(f"--out {args.out} is no folder")
+    _require_writable(args.out)
     return FuzzOptions(
         args.minutes, args.seed, args.against, args.allocator, strategies, args.out, args.rounds
     )
+
+
+def _require_writable(out: Path) -> None:
+    """Said before half an hour of programs, and not after.
+
+    Raises:
+        UsageError: no file can be made in this folder, or it cannot be made.
+    """
+    from replayer.errors import UsageError
+
+    there = out.absolute()
+    try:
+        while not there.exists():
+            there = there.parent
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}") from None
+    if not there.is_dir():
+        raise UsageError(f"--out {out}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: no file can be made in {there}")
 
 
 def figures(session: Session) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class CompositePrograms(RuleBasedStateMachine):
     def alloc(self, pages: int, how: str) -> None:
         need = pages * self.size
         if how != "some":
-            need = self.run.reference.composite.available_size() + (need if how == "beyond" else 0)
+            need = self.run.available(None) + (need if how == "beyond" else 0)
         before = self._live()
         tokens = self.run.take(need)
         if tokens:

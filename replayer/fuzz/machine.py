@@ -58,7 +58,7 @@ class Programs(RuleBasedStateMachine):
         size = self.model.page_size[pool]
         need = pages * size
         if how != "some":
-            need = self.run.reference.pools[pool].available_size() + (need if how == "beyond" else 0)
+            need = self.run.available(pool) + (need if how == "beyond" else 0)
         self._granted(pool, self.run.alloc(pool, need))
 
     @rule(data=st.data(), new=st.lists(st.integers(1, 40), max_size=3), more=st.integers(1, 40))
@@ -116,7 +116,7 @@ class Programs(RuleBasedStateMachine):
     def bind_new(self, data: st.DataObject, most: int) -> None:
         """The other side of ids that live: ``alloc_with_virtual``, which must be served if it fits."""
         guest = data.draw(st.sampled_from(self.model.guests))
-        room = self.run.reference.pools[guest].available_size() // self.model.page_size[guest]
+        room = self.run.available(guest) // self.model.page_size[guest]
         pages = self.model.unbound(guest)[: min(most, room)]
         if pages:
             self.run.alloc_with_virtual(guest, pages)

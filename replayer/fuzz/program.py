@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from recorder.trace import UNSET, EventKind, ImpossibleEvent, StateRow, TraceWriter
 from replayer.checks import CheckOptions
+from replayer.failure import CheckFailure
 from replayer.fuzz.shapes import Setting
-from replayer.fuzz.sides import Disagreement, Side, normal
+from replayer.fuzz.sides import Disagreement, Side, ids_of, number_of
 from replayer.replay import ReplayOptions, replay
 from replayer.targets import TargetOptions
 
@@ -43,6 +45,14 @@ class Program:
         return self.sides[0]
 
     # -- calls
+
+    def available(self, pool: str | None) -> int:
+        """What the reference says is available, in tokens; without a pool, to the composite."""
+        try:
+            return self.reference.available(pool)
+        except Disagreement as untold:
+            self.failed = Disagreement(untold.message, self.seq, untold.target)
+            raise self.failed from None
 
     def alloc(self, pool: str, need_size: int) -> list[int] | None:
         return self._ids(
@@ -191,8 +201,8 @@ class Program:
     # -- the end
 
     def close(self) -> None:
-        """Write the reference's last state, and the file's end."""
-        if self.seq >= 0:
+        """Write the reference's last state, unless it does not tell, and the file's end."""
+        with suppress(Disagreement):
             self.writer.state(StateRow(self.seq, self.reference.recorded_state()))
         self.writer.close()
 
@@ -222,14 +232,14 @@ class Program:
     def _ids(
         self, kind: EventKind, pool: str | None, make: Callable[[Side], Any], **arguments: Any
     ) -> list[int] | None:
-        answer: list[int] | None = self._call(kind, pool, make, answers=True, **arguments)
+        answer: list[int] | None = self._call(kind, pool, make, answers=ids_of, **arguments)
         self.counts["refused"] += answer is None
         return answer
 
     def _number(
         self, kind: EventKind, pool: str | None, make: Callable[[Side], Any], **arguments: Any
     ) -> int:
-        answer: int = self._call(kind, pool, make, answers=True, **arguments)
+        answer: int = self._call(kind, pool, make, answers=number_of, **arguments)
         self.counts["flushes that moved"] += bool(kind is EventKind.FLUSH and answer)
         return answer
 
@@ -239,7 +249,7 @@ class Program:
         pool: str | None,
         make: Callable[[Side], Any],
         *,
-        answers: bool = False,
+        answers: Callable[[Any, str], Any] | None = None,
         **arguments: Any,
     ) -> Any:
         self.seq += 1
@@ -247,8 +257,16 @@ class Program:
         refusal: Disagreement | None = None
         for side in self.sides:
             try:
-                found.append(normal(make(side)))
-            except Exception as error:  # whatever an allocator raises for a call that is allowed
+                answer = make(side)
+                found.append(None if answers is None else answers(answer, kind.name.lower()))
+            except CheckFailure as wrong:
+                said = f"on {side.name}, {wrong.message}: {wrong.found}"
+                refusal = refusal or Disagreement(said, self.seq, side.target)
+                found.append(UNSET)
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # whatever an allocator raises for a call that is allowed
                 said = f"{side.name} refuses the call: {type(error).__name__}: {error}"
                 refusal = refusal or Disagreement(said, self.seq, side.target)
                 found.append(UNSET)
@@ -256,12 +274,15 @@ class Program:
             kind,
             pool=-1 if pool is None else self.numbers[pool],
             time_us=self.seq * 10,
-            result=found[0] if answers else UNSET,
+            result=UNSET if answers is None else found[0],
             **arguments,
         )
         self.counts["calls"] += 1
         self.counts[f"call {kind.name.lower()}"] += 1
-        self.failed = refusal or self._difference(kind, found)
+        try:
+            self.failed = refusal or self._difference(kind, found)
+        except Disagreement as untold:
+            self.failed = Disagreement(untold.message, self.seq, untold.target)
         if self.failed is not None:
             raise self.failed
         return found[0]

@@ -185,6 +185,10 @@ class Session:
             except (Disagreement, Flaky) as error:
                 self._keep(error)
                 return
+            except KeyboardInterrupt:
+                if self._found is not None:  # found already, and not shrunk to the end
+                    self._keep(self._found[0])
+                raise
             finally:
                 self._round += 1
                 self.counts["rounds"] = self._round
@@ -197,9 +201,12 @@ class Session:
         if self._found is None:
             raise error
         disagreement, trace = self._found
-        self.options.out.mkdir(parents=True, exist_ok=True)
-        kept = _free_name(self.options.out, self.options.seed)
-        shutil.copyfile(trace, kept)
+        elsewhere = ""
+        try:
+            kept = _kept(trace, self.options.out, self.options.seed)
+        except OSError as refused:
+            kept = _kept(trace, Path(tempfile.mkdtemp(prefix="kvtape-find-")), self.options.seed)
+            elsewhere = f" (not in {self.options.out}: {refused.strerror})"
         flaky = (
             "" if isinstance(error, Disagreement) else " (not every time: the allocator is not deterministic)"
         )
@@ -207,7 +214,18 @@ class Session:
         command = (
             f"replay --check-every event --allocator {target.allocator} --strategy {target.strategy} {kept}"
         )
-        self.finds.append(Find(f"{disagreement}{flaky}", kept, command))
+        self.finds.append(Find(f"{disagreement}{flaky}{elsewhere}", kept, command))
+
+
+def _kept(trace: Path, folder: Path, seed: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _free_name(folder, seed)
+    try:
+        shutil.copyfile(trace, path)
+    except OSError:
+        path.unlink(missing_ok=True)  # half a file on a full disk
+        raise
+    return path
 
 
 def _free_name(folder: Path, seed: int) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from recorder.trace import Header
+from replayer.blame import ids_in, number_in
 from replayer.pool_state import PoolState
 from replayer.targets import TargetOptions, build_target
 
@@ -82,7 +85,29 @@ class Side:
 
     def figures(self, pool: str) -> dict[str, Any]:
         """Everything about a pool that does not depend on whose allocator it is. The order of holes is not part of it: lists are sorted
-        when a page is taken."""
+        when a page is taken.
+
+        Raises:
+            Disagreement: the allocator raises when it is asked.
+        """
+        with self._asked(f"its figures of pool {pool!r}"):
+            return self._figures(pool)
+
+    def available(self, pool: str | None) -> int:
+        """``available_size()``, without a pool the composite's; raises as `figures` does."""
+        with self._asked(f"what is available of {'all pools' if pool is None else repr(pool)}"):
+            return int((self.composite if pool is None else self.pools[pool]).available_size())
+
+    @contextmanager
+    def _asked(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            raise Disagreement(
+                f"{self.name} does not tell {what}: {type(error).__name__}: {error}", target=self.target
+            ) from None
+
+    def _figures(self, pool: str) -> dict[str, Any]:
         state, made = self.states[pool], self.pools[pool]
         ids = made.free_virtual_ids
         return {
@@ -97,7 +122,11 @@ class Side:
         }
 
     def joint_figures(self) -> dict[str, Any]:
-        """What a composite says of its members together; nothing where there is none."""
+        """What a composite says of its members together; nothing where there is none. Raises as `figures` does."""
+        with self._asked("its figures of all pools together"):
+            return self._joint_figures()
+
+    def _joint_figures(self) -> dict[str, Any]:
         names = (
             "available_size", "full_available_size", "swa_available_size", "schedulable_full_available_size",
             "schedulable_swa_available_size", "size",
@@ -136,8 +165,20 @@ class Side:
         return found
 
 
-def normal(answer: Any) -> Any:
-    """An answer in a form that compares: a list for a tensor, a number for a count that comes late."""
-    if isinstance(answer, torch.Tensor):
-        return answer.tolist()
-    return answer if answer is None else int(answer)
+def ids_of(answer: Any, call: str) -> list[int] | None:
+    """The ids that a call answered.
+
+    Raises:
+        CheckFailure: it answered something else.
+    """
+    ids = ids_in(answer, call, "")
+    return None if ids is None else ids.tolist()
+
+
+def number_of(answer: Any, call: str) -> int:
+    """The number that a call answered, which may come late.
+
+    Raises:
+        CheckFailure: it answered something else.
+    """
+    return number_in(answer, call, "")

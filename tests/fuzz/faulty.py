@@ -54,3 +54,43 @@ class TakesHighestHole(MultiEndedAllocator):
     def take_physical_pages(self, num_pages: int) -> torch.Tensor | None:
         taken = super().take_physical_pages(num_pages)
         return None if taken is None else taken.flip(0)
+
+
+class AnswersFloats(MultiEndedAllocator):
+    """An alloc answers a tensor that names no ids."""
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        tokens = super().alloc(need_size)
+        return None if tokens is None else tokens.float()
+
+
+class FlushTellsNothing(MultiEndedAllocator):
+    """A flush does not say how many pages it moved."""
+
+    def flush_opportunistic(self) -> int:
+        super().flush_opportunistic()
+        return None  # type: ignore[return-value]
+
+
+class SizeRaises(MultiEndedAllocator):
+    """With three holes the pool cannot say any more what is available."""
+
+    def available_size(self) -> int:
+        if len(self._free_phys_pages) > 2:
+            raise IndexError("three holes")
+        return super().available_size()
+
+
+class HandsOutIdsBeyondTheTable(MultiEndedAllocator):
+    """Ids that no table has."""
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        tokens = super().alloc(need_size)
+        return None if tokens is None else tokens + 2**62
+
+
+class CannotBeMade(MultiEndedAllocator):
+    """Its constructor raises."""
+
+    def __init__(self, **_: object) -> None:
+        raise RuntimeError("no buffer\nof that size")

@@ -71,6 +71,71 @@ def test_a_refused_call_is_a_find(tmp_path: Path) -> None:
     assert outcome.failure is not None and outcome.failure.check == "CALL"
 
 
+@pytest.mark.parametrize(
+    ("allocator", "said"),
+    [
+        ("AnswersFloats", "answered what names no ids: a tensor of float32"),
+        ("FlushTellsNothing", "answered no number: None"),
+        ("SizeRaises", "IndexError: three holes"),
+        ("HandsOutIdsBeyondTheTable", "4611686018427387"),
+    ],
+)
+def test_an_allocator_that_answers_nonsense_is_a_find_and_no_fault_of_ours(
+    tmp_path: Path, allocator: str, said: str
+) -> None:
+    (find,) = fuzz(tmp_path, allocator).finds
+    assert said in find.message
+    outcome = again(find.trace, f"tests.fuzz.faulty:{allocator}")
+    assert outcome.failure is not None and outcome.failure.check in {"CALL", "C3", "C13"}, outcome.failure
+    assert outcome.failure.seq >= 0
+
+
+def test_an_allocator_that_cannot_be_made_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = "traces/synthetic_two_batches_one_event.msgpack.zst"
+    for command in (["fuzz", "--rounds", "1", "--out", str(tmp_path)], ["replay", trace]):
+        assert main([*command, "--allocator", "tests.fuzz.faulty:CannotBeMade"]) == 2
+        said = capsys.readouterr().err
+        assert "CannotBeMade could not be made: RuntimeError: no buffer of that size" in said
+        assert said.count("\n") == 1
+
+
+def test_ctrl_c_while_a_find_is_shrunk_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish, after = Session.finish, []
+
+    def interrupted(self: Session, program: object) -> None:
+        if self._found is not None:
+            after.append(1)
+            if len(after) > 2:
+                raise KeyboardInterrupt
+        finish(self, program)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Session, "finish", interrupted)
+    arguments = ["--allocator", "tests.fuzz.faulty:LosesAHole", "--out", str(tmp_path), "--seed", "1"]
+    assert main(["fuzz", *arguments]) == 130
+    said = capsys.readouterr()
+    assert "FOUND" in said.out and "found nothing" not in said.out and "interrupted" in said.err
+    (trace,) = tmp_path.iterdir()
+    assert again(trace, "tests.fuzz.faulty:LosesAHole").verdict == "failed"
+
+
+def test_a_find_is_kept_elsewhere_where_its_folder_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = {"rounds": 30, "seed": 1, "calls": 25, "strategies": ("batched",)}
+    out = Path("/proc/no such folder")
+    with Session(FuzzOptions(3.0, allocator="tests.fuzz.faulty:Raises", out=out, **options)) as session:  # type: ignore[arg-type]
+        session.run()
+    (find,) = session.finds
+    assert "not in /proc/no such folder" in find.message and tmp_path in find.trace.parents
+    assert str(find.trace) in find.command
+    assert again(find.trace, "tests.fuzz.faulty:Raises").verdict == "failed"
+
+
 def test_a_fault_that_comes_and_goes_is_kept_all_the_same(tmp_path: Path) -> None:
     faulty.Unsteady.asked = 0
     (find,) = fuzz(tmp_path, "Unsteady").finds
@@ -124,6 +189,7 @@ def test_the_command_ends_with_1_and_the_way_to_see_it(
         (["--seed", "-1"], "no number from 0"),
         (["--strategy", "batched,nowhere"], "each once"),
         (["--out", __file__], "is no folder"),
+        (["--out", f"{__file__}/finds"], "is no folder"),
         (["--rounds", "0"], "no number of rounds"),
     ],
 )

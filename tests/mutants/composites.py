@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from allocator import (
+    UnifiedMambaSWATokenToKVPoolAllocator,
     UnifiedMambaTokenToKVPoolAllocator,
     UnifiedSWATokenToKVPoolAllocator,
 )
 from allocator.composites.free_group import PairedFreeGroup, Queued
-from tests.composite_scenario import MAMBA, SWA, CompositeScenario
+from allocator.forwards import ForwardDoneEvent
+from tests.composite_scenario import MAMBA, MAMBA_SWA, SWA, CompositeScenario
 from tests.mutants.registry import CompositeScene, Mutant
 
 # -- scenes
@@ -108,6 +110,55 @@ def reuses_ids(s: CompositeScenario) -> None:
         assert taken
         s.give(ids)
         ids = taken
+
+
+def fill(s: CompositeScenario, size: int) -> list[int]:
+    """Allocs of so many tokens until one is refused."""
+    ids: list[int] = []
+    while (taken := s.take(size)) is not None:
+        ids += taken
+    return ids
+
+
+@_scene(MAMBA, total_bytes=64 * 128)
+def prepares_for_states(s: CompositeScenario) -> None:
+    ids = fill(s, 16)  # 0 to 7
+    s.give(ids[:64])
+    slots = s.pools["mamba"].schedulable_available_size()
+    assert s.pools["mamba"].available_size() < slots
+    s.prepare_mamba_allocation(slots)  # 9
+    s.flush("full")
+
+
+@_scene(MAMBA_SWA)
+def packs_the_ends_for_a_float(s: CompositeScenario) -> None:
+    slots = s.slot_alloc(60)
+    assert slots
+    fill(s, 8)  # 1 to 8
+    s.slot_free(slots[:50])
+    assert s.ensure_capacity(0, 16)  # 10
+    s.flush_all()
+
+
+@_scene(MAMBA)
+def backs_up_a_state(s: CompositeScenario) -> None:
+    slots, ids = s.slot_alloc(6), s.take(8)
+    assert slots and ids
+    s.backup(1, "mamba", slots[4:], [0, 1])
+    s.slot_free(slots[:2])
+    s.flush_all()  # 4
+    s.copy_done(1)
+
+
+@_scene()
+def writes_behind_the_window(s: CompositeScenario) -> None:
+    ids = s.take(32)
+    assert ids
+    s.launch(1, ids[28:29])
+    s.free_swa(ids[:4])
+    s.flush_all()  # 3: the last page would come here, and a forward writes it
+    s.forward_done(1)
+    s.flush_all()
 
 
 # -- mutants
@@ -216,6 +267,53 @@ class GatesAttentionOnly(UnifiedMambaTokenToKVPoolAllocator):
         self.full_attn_allocator.disagg_move_gate = gate
 
 
+class ReadsTheWindowInTheFullPool(UnifiedSWATokenToKVPoolAllocator):
+    """What the window's readers use translates to places of the full side."""
+
+    def translate_loc_from_full_to_swa(
+        self, kv_indices: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.full_attn_allocator.translate_kv_loc(kv_indices, out=out)
+
+
+class PlansWithAnEmptyWindow(UnifiedSWATokenToKVPoolAllocator):
+    """The scheduler is told that the whole window side is left."""
+
+    def conserve_swa_available_size(self) -> int:
+        return self.size_swa
+
+
+class PreparesNothing(UnifiedMambaTokenToKVPoolAllocator):
+    """Nothing is packed for the states that are to be taken next."""
+
+    def prepare_mamba_allocation(self, target_size: int) -> None:
+        self.flush_deferred_full_frees()
+
+
+class NeverPacksTheEnds(UnifiedMambaSWATokenToKVPoolAllocator):
+    """What would fit beside the float once the ends are packed is refused."""
+
+    def ensure_capacity(self, full_tokens: int, swa_tokens: int) -> bool:
+        self._settle()
+        return self._fits_as_it_lies(-(-full_tokens // self.page_size), -(-swa_tokens // self.page_size))
+
+
+class CopiesOfAttentionOnly(UnifiedMambaTokenToKVPoolAllocator):
+    """The state pool does not learn of copies to the host."""
+
+    def set_hicache_transfer_done_event(self, transfer_key: Hashable, event: ForwardDoneEvent) -> None:
+        self.full_attn_allocator.set_hicache_transfer_done_event(transfer_key, event)
+
+
+class WritesOfTheFullSideOnly(UnifiedSWATokenToKVPoolAllocator):
+    """The window pool does not learn what the running forward writes."""
+
+    def set_inflight_forward(
+        self, forward_done: ForwardDoneEvent, out_cache_loc_virtual: torch.Tensor | None
+    ) -> None:
+        self.full_attn_allocator.set_inflight_forward(forward_done, out_cache_loc_virtual)
+
+
 MUTANTS = [
     Mutant(EachSideAlone, "C10", 0, fits_alone_and_not_together, row="F8"),
     Mutant(KeepsTheFullSide, "C4", 1, fits_alone_and_not_together, row="F8"),
@@ -231,4 +329,10 @@ MUTANTS = [
         reason="an id past the table is met first as one that was handed out without a place",
     ),
     Mutant(GatesAttentionOnly, "C9", 2, leases_a_slot, row="F7"),
+    Mutant(ReadsTheWindowInTheFullPool, "C1", 0, leaves_the_window),
+    Mutant(PlansWithAnEmptyWindow, "C10", 0, leaves_the_window),
+    Mutant(PreparesNothing, "C10", 9, prepares_for_states, row="F9"),
+    Mutant(NeverPacksTheEnds, "C10", 10, packs_the_ends_for_a_float, row="F9"),
+    Mutant(CopiesOfAttentionOnly, "C8", 4, backs_up_a_state, row="F7"),
+    Mutant(WritesOfTheFullSideOnly, "C7", 3, writes_behind_the_window),
 ]  # fmt: skip

@@ -73,6 +73,22 @@ class ZeroesWhatIsFreed(MultiEndedAllocator):
             self._zero_pages(places)
 
 
+class KeepsOneCopy(MultiEndedAllocator):
+    """Of several copies only the one that was queued last is waited for."""
+
+    def set_hicache_transfer_done_event(self, transfer_key: Hashable, event: ForwardDoneEvent) -> None:
+        self._forward._transfers.clear()
+        super().set_hicache_transfer_done_event(transfer_key, event)
+
+
+class BackupEndsReservations(MultiEndedAllocator):
+    """A backup is taken for the load that reserved places wait for."""
+
+    def set_hicache_transfer_done_event(self, transfer_key: Hashable, event: ForwardDoneEvent) -> None:
+        super().set_hicache_transfer_done_event(transfer_key, event)
+        self._reserved_for_load = 0
+
+
 MUTANTS = [
     Mutant(DoesNotWaitForCopies, "C8", 3, scenes.copies_to_the_host),
     Mutant(MovesReservedPages, "C9", 2, scenes.reserves),
@@ -80,5 +96,7 @@ MUTANTS = [
     Mutant(RefusesReservations, "C10", 2, scenes.reserves),
     Mutant(CancelKeepsThePages, "C4", 4, scenes.reserves),
     Mutant(CancelStillBlocks, "C9", 4, scenes.reserves),
+    Mutant(KeepsOneCopy, "C8", 4, scenes.copies_twice_to_the_host),
+    Mutant(BackupEndsReservations, "C9", 3, scenes.backs_up_beside_a_reservation),
     Mutant(ZeroesWhatIsFreed, "C8", 2, scenes.lends_a_page),
 ]

@@ -17,7 +17,7 @@ import pytest
 
 from recorder.trace import EventKind, TraceWriter
 from replayer.main import replay_main
-from tests.scenario import TWO_ENDS, Scenario, header_for
+from tests.scenario import TWO_ENDS, PoolShape, Scenario, header_for
 
 pytestmark = pytest.mark.cpu
 
@@ -151,6 +151,34 @@ def test_impossible_events_are_the_traces_fault(
     assert code == 65, (out, err)
     assert f"event {len(events) - 1}" in err and reason in err and "impossible.msgpack.zst" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "reason"),
+    [
+        (EventKind.ALLOC_EXTEND, {"value": 4, "list0": [6], "list1": [10], "list2": [9]}, "not a live token"),
+        (EventKind.ALLOC_DECODE, {"list1": [7], "list2": [9]}, "not live"),
+        (EventKind.ALLOC_DECODE, {"list1": [8], "list2": [8]}, "cannot be the last but one"),
+    ],
+    ids=["extends", "decodes", "decodes at another length"],
+)
+def test_a_request_goes_on_from_a_token_that_it_was_given(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    kind: EventKind,
+    arguments: dict[str, Any],
+    reason: str,
+) -> None:
+    """Five tokens are pages 1 and 2 of four, the last one 8; token 9 was handed to nobody. The allocator is not to blame for what it
+    would read there."""
+    path = tmp_path / "gap.msgpack.zst"
+    pools = (PoolShape("full", "up", page_size=4), PoolShape("swa", "down", page_size=4))
+    with TraceWriter(path, header_for(pools, 16384)) as writer:
+        begins = {"value": 5, "list0": [0], "list1": [5], "list2": [-1]}
+        for number, (each, given) in enumerate([(EventKind.ALLOC_EXTEND, begins), (kind, arguments)]):
+            writer.append(each, time_us=number, pool=0, **given)
+    code, out, err = run(capsys, path)
+    assert code == 65 and reason in err and "event 1" in err, (out, err)
 
 
 def test_headers_that_lie(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from allocator import MultiEndedAllocator
+from recorder.trace import EventKind
 from replayer import logprob
 from replayer.checks import CheckOptions
 from replayer.replay import ReplayOptions, replay
@@ -153,3 +156,43 @@ def _log_probabilities(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torc
     assert outcome.verdict == "held", outcome.failure
     assert outcome.logprob_compared > 0 and outcome.logprob_largest == 0.0
     return found
+
+
+def test_a_forward_whose_event_has_not_fired_may_stop_a_flush_though_a_later_one_is_over(
+    tmp_path: Path,
+) -> None:
+    """The end of a forward on the window pool says that the one before it is over, which wrote the other pool; that one's event is asked
+    by that pool alone and has not fired: pages that it was to write stay where they are."""
+    s = Scenario(tmp_path / "s.msgpack.zst")
+    ids, window = s.alloc("full", 6), s.alloc("swa", 1)
+    assert ids and window
+    s.forward_begin("full", 1, ids[:1])
+    s.forward_begin("swa", 2, window)
+    s.forward_done(2)
+    s.free("full", ids[4:])
+    assert s.flush("full") == 0
+    s.forward_done(1)
+    holds_everywhere(s.close())
+
+
+class ResizesAsSGLangs(MultiEndedAllocator):
+    """Named as SGLang 0.5.23's: what takes a number of slots is ``_set_capacity``, and ``resize`` takes a configuration."""
+
+    def resize(self, config: Any) -> None:  # type: ignore[override]
+        self._set_capacity(config.max_total_num_tokens)
+
+    def _set_capacity(self, max_slots: int, *, virtual_num_pages: int | None = None) -> None:
+        MultiEndedAllocator.resize(self, max_slots, virtual_num_pages=virtual_num_pages)
+
+
+def test_a_pool_is_resized_by_the_name_that_sglang_has_for_it(tmp_path: Path) -> None:
+    s = Scenario(tmp_path / "s.msgpack.zst")
+    s.pools["full"].resize(40)
+    s.write(EventKind.RESIZE, "full", value=40, value2=-1)
+    ids = s.alloc("full", 30)
+    assert ids
+    s.free("full", ids[:10])
+    path = s.close()
+    holds_everywhere(path)
+    target = TargetOptions(f"{__name__}:{ResizesAsSGLangs.__name__}")
+    assert replay(ReplayOptions(path, target, CheckOptions(every=1))).verdict == "held"

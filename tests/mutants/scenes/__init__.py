@@ -77,7 +77,9 @@ from tests.mutants.scenes.pages import (
     up_meets_down,
 )
 from tests.mutants.scenes.transfers import (
+    backs_up_beside_a_reservation,
     copies_to_the_host,
+    copies_twice_to_the_host,
     lends_a_page,
     reserves,
 )
@@ -87,10 +89,12 @@ __all__ = [
     "allocates_again",
     "allocates_into_holes",
     "allocates_much",
+    "backs_up_beside_a_reservation",
     "binds_shared_ids",
     "capacity_changes",
     "clears",
     "copies_to_the_host",
+    "copies_twice_to_the_host",
     "cursors_meet",
     "decodes",
     "drains_in_part",
