@@ -52,9 +52,11 @@ class PoolState:
         self.awaiting_load = 0
         self.arrived: dict[int, PageRecords] = {}
         #: Pages moved away while a forward had not finished: its event, and how many. See `replayer.checks.held_back`.
-        self.held_back: list[tuple[ReplayEvent, int]] = []
+        self.held_back: dict[ReplayEvent, int] = {}
         #: Counts what calls have changed about pages; after which of these, and which forwards, a flush was looked at last.
         self.changes = 0
+        #: ``available_size()`` as it was compared last, in tokens; None where it is not compared.
+        self.known_available: int | None = None
         self.flush_seen: tuple[int, int] | None = None
         #: The band when it was looked at last.
         self.last_band: tuple[int, int] | None = None

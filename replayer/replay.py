@@ -329,7 +329,9 @@ def _note_peaks(driver: Driver, outcome: Outcome) -> None:
             max(peaks.pending, pending),
         )
         peaks.live = max(peaks.live, state.live_count())
-        available = state.allocator.available_size()
+        available = state.known_available
+        if available is None:
+            available = state.allocator.available_size()
         if peaks.least_available is None or available < peaks.least_available:
             peaks.least_available = available
         if high > low:

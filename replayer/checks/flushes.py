@@ -23,6 +23,9 @@ class FlushChecks(Reservations):
         self._over: list[ReplayEvent] = []
         self._judged_before: int | None = None
         self._could_open = False
+        #: The pool whose flush event was checked by `flushed`, until the event is over, and while the chain is checked after it.
+        self._just_flushed: PoolState | None = None
+        self._flushed_now: PoolState | None = None
 
     @abstractmethod
     def _check_pool(self, state: PoolState) -> None:
@@ -66,6 +69,7 @@ class FlushChecks(Reservations):
         except CheckFailure as failure:
             self._fail(failure)
         self.hold(C12=1)
+        self._just_flushed = state
 
     def before_make_room(self, state: PoolState, side: str, min_bytes: int) -> None:
         """Whether the float could open so much, and may."""

@@ -11,18 +11,13 @@ from replayer.pool_state import PoolState
 
 def note_moved(state: PoolState, reader: ReplayEvent | None, pages: int) -> None:
     """``pages`` were moved away in a lazy pool while the event of ``reader`` (None: nothing) had not fired."""
-    if reader is None or not state.lazy:
-        return
-    held = state.held_back
-    if held and held[-1][0] is reader:
-        held[-1] = (reader, held[-1][1] + pages)
-    else:
-        held.append((reader, pages))
+    if reader is not None and state.lazy:
+        state.held_back[reader] = state.held_back.get(reader, 0) + pages
 
 
 def already_over(state: PoolState) -> list[ReplayEvent]:
     """Events that have fired by now and that pages wait for: the next flush must take these pages back."""
-    return [event for event, _ in state.held_back if event.fired]
+    return [event for event in state.held_back if event.fired]
 
 
 def check_held_back(state: PoolState, hazards: Hazards) -> None:
@@ -31,10 +26,13 @@ def check_held_back(state: PoolState, hazards: Hazards) -> None:
     Raises:
         CheckFailure: C8.
     """
-    if not state.held_back:
+    reading, through = 0, hazards.judged_through
+    for event, pages in reversed(state.held_back.items()):  # numbers rise from launch to launch
+        if event.number <= through:
+            break
+        reading += pages
+    if not reading:
         return
-    through = hazards.judged_through
-    reading = sum(pages for event, pages in state.held_back if event.number > through)
     waiting = state.pending()
     if waiting < reading:
         raise CheckFailure(
@@ -59,10 +57,12 @@ def check_returned(
         return
     if urgent:
         state.held_back.clear()
-    else:
-        state.held_back = [entry for entry in state.held_back if entry[0] not in over]
-    most = sum(pages for _, pages in state.held_back)
+    for event in over:
+        state.held_back.pop(event, None)
     waiting = state.pending()
+    if not waiting:
+        return
+    most = sum(state.held_back.values())
     if waiting > most:
         raise CheckFailure(
             "C12",

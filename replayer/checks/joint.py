@@ -14,7 +14,8 @@ import numpy as np
 from replayer.checks.capacity import float_gaps
 from replayer.checks.held_back import already_over
 from replayer.checks.joint_reads import check_joint_translation, check_sides
-from replayer.checks.suite import CheckOptions, Checks
+from replayer.checks.options import CheckOptions
+from replayer.checks.suite import Checks
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
 from replayer.hazards import Hazards, ReplayEvent

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +26,7 @@ from replayer.checks.contents import check_contents, sweep_contents, write_new
 from replayer.checks.flushes import FlushChecks
 from replayer.checks.held_back import check_held_back, note_moved
 from replayer.checks.mapping import check_places, check_rows, check_sink, check_translation, sweep_tables
+from replayer.checks.options import DIGEST_EVERY, SWEEP_EVERY, SWEEP_WORK, CheckOptions
 from replayer.checks.partition import (
     check_counts,
     check_free_ids,
@@ -41,7 +41,7 @@ from replayer.checks.progress import check_eager, check_flushed
 from replayer.checks.recorded import check_state
 from replayer.checks.room import check_refused
 from replayer.content import IntArray, Mask
-from replayer.failure import CHECKS, CheckFailure
+from replayer.failure import CheckFailure
 from replayer.hazards import Hazards
 from replayer.ids import owner_of
 from replayer.oracle import Growth, shown
@@ -53,28 +53,9 @@ if TYPE_CHECKING:
     from replayer.calling import FlushRecord
     from replayer.logprob import Probe
 
-#: Recorded states whose digests are compared, one in so many; the figures are compared in all.
-DIGEST_EVERY = 4
-SWEEP_EVERY = 4096
-#: Table rows and tokens a sweep may look at for each event where the chain is checked after every one, on average: small pools are swept
-#: after every event, large ones as often as this affords. What a sweep finds late is narrowed to its event.
-SWEEP_WORK = 1 << 15
 #: Batches of moves kept for the report of a failure.
 RECENT_MOVES = 256
 _DIRECTIONS = {"up": 0, "float": 1, "down": 2}
-
-
-@dataclass
-class CheckOptions:
-    """``every``: events between checks of the whole chain; 0 means after each flush. ``sweep_every``: events between sweeps; by default
-    what `SWEEP_WORK` affords where the chain is checked after every event, else `SWEEP_EVERY`. ``first``: no check before this event."""
-
-    enabled: frozenset[str] = field(default_factory=lambda: frozenset(CHECKS))
-    every: int = 0
-    sweep_every: int | None = None
-    max_syncs: int | None = None
-    logprob_every: int = 64
-    first: int = 0
 
 
 class Checks(FlushChecks):
@@ -106,6 +87,7 @@ class Checks(FlushChecks):
         self._states_compared = 0
         self._inputs_checked: Capacities = ()
         self._sizes: list[tuple[int, int]] = []
+        self._chain_seen: dict[str, tuple[object, ...]] = {}
         self._left: dict[str, IntArray] = {}
         self._answers = Answers()
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
@@ -321,6 +303,7 @@ class Checks(FlushChecks):
 
     def after_event(self, seq: int, flushes: list[FlushRecord]) -> None:
         """What is due after event ``seq``; ``flushes`` is the replay's growing list of flushes."""
+        self._flushed_now, self._just_flushed = self._just_flushed, None
         fresh = len(flushes) != self._flushes_seen
         if (
             not fresh
@@ -389,8 +372,18 @@ class Checks(FlushChecks):
         self._probe_if_due(new_flushes)
         self._moved.clear()
         self._vacated.clear()
+        flushed = {record.pool for record in new_flushes}
         for state in self.chain:
-            self._check_pool(state)
+            now = (state.changes, state.band(), state.holes(), state.pending())
+            if (
+                now == self._chain_seen.get(state.name)
+                and state.name not in flushed
+                and not self.options.every
+            ):
+                continue  # nothing about this pool is another than at the last look
+            self._chain_seen[state.name] = now
+            if state is not self._flushed_now:  # which was looked at right after its flush
+                self._check_pool(state)
             self._try(check_reported, state)
             if self.on("C9"):
                 check_gate(state, self.hazards)
@@ -409,6 +402,8 @@ class Checks(FlushChecks):
                     check_capacity(self.chain, at, self.total_bytes) for at in range(len(self.chain))
                 ]
                 self._inputs_checked = inputs
+                for state, sizes in zip(self.chain, self._sizes, strict=True):
+                    state.known_available = sizes[0]
         self._judge_flushes(new_flushes)
 
     def _check_pool(self, state: PoolState) -> None:
@@ -424,7 +419,7 @@ class Checks(FlushChecks):
     def _judge_flushes(self, records: list[FlushRecord]) -> None:
         """C12 for the last flush of each pool, the budget for all of them."""
         for name, record in {record.pool: record for record in records}.items():
-            if self.on("C12"):
+            if self.on("C12") and self.pools[name] is not self._flushed_now:
                 check_flushed(
                     self.pools[name], urgent=record.urgent, moves=record.moves, hazards=self.hazards
                 )
@@ -468,6 +463,8 @@ class Checks(FlushChecks):
 
     def everything(self, seq: int) -> None:
         """The chain and a sweep, whatever changed and whether anything flushed."""
+        self._flushed_now = None
+        self._chain_seen.clear()
         self._check_chain([])
         self.sweep(seq)
 
