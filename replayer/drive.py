@@ -247,7 +247,7 @@ class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
             and need > state.allocator.available_size() - state.holes() * state.page_size
         ):
             self._flush_by_policy([state])
-        if self.checks is not None:
+        if self.checks is not None and need:  # what asks for no page cannot be refused
             self.checks.before_alloc(state)
 
     def _grown(

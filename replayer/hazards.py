@@ -230,7 +230,7 @@ class Hazards:
                 self._fail(
                     "C7", state, hit, f"pages that unfinished forward {writer.number} writes were {what}"
                 )
-        self.filled_under_a_write += len(np.intersect1d(dst_pages, writer.physical_pages()))
+        self.filled_under_a_write += state.count_common(dst_pages, writer.physical_pages())
 
     @staticmethod
     def _still_owned(writer: _Writer) -> npt.NDArray[np.bool_]:
@@ -255,7 +255,7 @@ class Hazards:
             )
         for writer in self._writers.get(state.name, ()):
             if writer.number > self._judged_through:
-                self.filled_under_a_write += len(np.intersect1d(physical_pages, writer.physical_pages()))
+                self.filled_under_a_write += state.count_common(physical_pages, writer.physical_pages())
 
     def _judge_copies(self, state: PoolState, places: IntArray, what: str) -> None:
         for copy in self.copies.unfinished(state):

@@ -44,6 +44,7 @@ class PoolState:
         self.placed_physical = np.full(self.oracle.num_virtual_ids + 1, -1, dtype=np.int64)
         self.placed_virtual[0] = self.placed_physical[0] = 0
         self.held_by = np.full(self.num_pages + 1, -1, dtype=np.int64)
+        self._marks = np.zeros(self.num_pages + 1, dtype=np.bool_)
         self.leased = np.zeros(self.num_pages + 1, dtype=np.int64)
         self.reserved = np.zeros(self.num_pages + 1, dtype=np.bool_)
         self.reserved_count = 0
@@ -95,6 +96,13 @@ class PoolState:
             picked: IntArray = table.detach().numpy()[pages]
             return picked
         return table[torch.from_numpy(pages).to(table.device)].cpu().numpy()
+
+    def count_common(self, places: IntArray, others: IntArray) -> int:
+        """How many of ``places`` (physical pages, each once) are among ``others`` (any order, repeats allowed)."""
+        self._marks[others] = True
+        common = int(np.count_nonzero(self._marks[places]))
+        self._marks[others] = False
+        return common
 
     def physical_tokens(self, tokens: IntArray) -> IntArray:
         """Where virtual tokens are, by the placement seen last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from replayer.content import IntArray
+from replayer.content import IntArray, same_ids
 from replayer.failure import CheckFailure
 from replayer.oracle import Growth, TraceContradiction, shown
 from replayer.pool_state import PoolState
@@ -116,7 +116,7 @@ def _require_count(state: PoolState, tokens: IntArray, expected: int, what: str)
 
 
 def _require_equal(state: PoolState, found: IntArray, expected: IntArray, what: str) -> None:
-    if not np.array_equal(found, expected):
+    if not same_ids(found, expected):
         where = (
             int(np.argmax(found != expected))
             if len(found) == len(expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from replayer.content import IntArray
+from replayer.content import IntArray, same_ids
 from replayer.failure import CheckFailure
 from replayer.oracle import shown
 from replayer.pool_state import PoolState
@@ -32,7 +32,7 @@ def check_places(state: PoolState, physical_pages: IntArray) -> None:
     """
     found = state.rows("physical_to_virtual", physical_pages)
     expected = state.placed_virtual[physical_pages]
-    if not np.array_equal(found, expected):
+    if not same_ids(found, expected):
         wrong = physical_pages[found != expected]
         raise CheckFailure(
             "C1",
@@ -54,7 +54,7 @@ def check_translation(state: PoolState, virtual_pages: IntArray) -> None:
     tokens = virtual_pages * size + (size - 1)
     found = translated(state, tokens)
     expected = state.placed_physical[virtual_pages] * size + (size - 1)
-    if not np.array_equal(found, expected):
+    if not same_ids(found, expected):
         wrong = found != expected
         raise CheckFailure("C1", f"translate_kv_loc of tokens of virtual page(s) {shown(virtual_pages[wrong])}", state.name,
                            virtual_pages[wrong][:16].tolist(), shown(expected[wrong]), shown(found[wrong]))  # fmt: skip
@@ -122,7 +122,7 @@ def sweep_tables(state: PoolState) -> int:
 
 
 def _require_same(state: PoolState, pages: IntArray, expected: IntArray, found: IntArray, what: str) -> None:
-    if np.array_equal(expected, found):
+    if same_ids(expected, found):
         return
     wrong = expected != found
     raise CheckFailure(
