@@ -378,6 +378,7 @@ class Checks(FlushChecks):
         self._moved.clear()
         self._vacated.clear()
         flushed = {record.pool for record in new_flushes}
+        looked_at = 0
         for state in self.chain:
             now = (state.changes, state.band(), state.holes(), state.pending())
             if (
@@ -387,12 +388,13 @@ class Checks(FlushChecks):
             ):
                 continue  # nothing about this pool is another than at the last look
             self._chain_seen[state.name] = now
+            looked_at += 1
             if state is not self._flushed_now:  # which was looked at right after its flush
                 self._check_pool(state)
             self._try(check_reported, state)
             if self.on("C9"):
                 check_gate(state, self.hazards)
-        self.hold(C2=len(self.chain), C4=len(self.chain), C9=len(self.chain), C10=len(self.chain))
+        self.hold(C2=looked_at, C4=looked_at, C9=looked_at, C10=len(self.chain))
         inputs = inputs_of(self.chain)
         if inputs == self._inputs_checked:
             if self.on("C10"):

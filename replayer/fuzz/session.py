@@ -61,7 +61,8 @@ class Session:
     """One ``kvtape fuzz``. Use as a context manager: traces under way lie in a folder that goes with it.
 
     Raises:
-        UsageError: SGLang is to be fuzzed and is not installed, or is another version than the one whose placement ours is.
+        UsageError: SGLang is to be fuzzed and is not installed, or an allocator cannot be made. Which version of SGLang is installed is not
+            asked: placement is that of 0.5.23, and any other shows as differences.
     """
 
     options: FuzzOptions
@@ -81,7 +82,7 @@ class Session:
             version = sglang_version()
             if version is None:
                 raise UsageError(
-                    "--against sglang needs SGLang's classes beside kvtape; pip install --no-deps sglang==0.5.23"
+                    "--against sglang needs SGLang 0.5.23's classes beside kvtape: tools/build_sglang_env.sh DIR builds such an environment"
                 )
             name = f"SGLang {version}"
             self._targets.insert(0, (name, TargetOptions("sglang", kv="stamp")))
