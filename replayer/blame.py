@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
+
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 def raised_inside(error: Exception, objects: Iterable[Any]) -> CheckFailure | None:
@@ -58,7 +59,7 @@ def number_in(answer: Any, name: str, pool: str) -> int:
         number = int(answer)
     except (TypeError, ValueError):
         number = None
-    if number is None or not np.iinfo(np.int64).min <= number <= np.iinfo(np.int64).max:
+    if number is None or not _LEAST <= number <= _MOST:
         found = "None" if answer is None else f"{type(answer).__name__} {str(answer)[:40]}"
         raise CheckFailure("CALL", f"{name} answered no number", pool, [], "a number of 64 bits", found)
     return number

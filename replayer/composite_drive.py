@@ -9,7 +9,8 @@ import torch
 
 from recorder.trace import EventKind
 from replayer.calling import MoveLog
-from replayer.checks.growth import decode_growth, extend_growth, require_last_tokens, whole_pages_growth
+from replayer.checks.decoding import DecodeStep
+from replayer.checks.growth import extend_growth, whole_pages_growth
 from replayer.checks.joint import JointChecks
 from replayer.composite_frees import CompositeFrees
 from replayer.content import IntArray
@@ -101,19 +102,18 @@ class CompositeDriver(CompositeFrees):
     def _joint_alloc_decode(self, state: PoolState, index: int) -> None:
         full = self.full
         seq, last = self._must(1, index), self._must(2, index)
-        if len(seq) != len(last) or (seq < 1).any():
-            raise TraceContradiction("its seq_lens and last_loc differ in length, or a length is below 1")
         own_last = self.ids.tokens(full, last)
-        need = int(((seq - 1) % full.page_size == 0).sum()) * full.page_size
+        step = DecodeStep.asked(seq, own_last, full.page_size)
+        need = step.new_pages * full.page_size
         if self.checks is not None:
-            require_last_tokens(full, seq, own_last)
+            step.require_last_tokens(full)
         self._before_joint_alloc(need)
         tensor = torch.from_numpy(own_last) if not self.ids.identity else self._tensor(2, index)
         result = self._call(
             "alloc_decode", self.composite.alloc_decode, self._on_device(self._tensor(1, index)),
             self._host(self._tensor(1, index)), self._on_device(tensor),
         )  # fmt: skip
-        self._grown_together(index, result, need, lambda tokens: decode_growth(full, tokens, seq, own_last))
+        self._grown_together(index, result, need, lambda tokens: step.growth(full, tokens))
 
     def _before_joint_alloc(self, need: int) -> None:
         if need < 0 or need % self.full.page_size:
@@ -223,7 +223,7 @@ class CompositeDriver(CompositeFrees):
         if self.checks is None:
             return
         for each in self.by_number:
-            writes = None if own is None or each.is_state else self._still_live(each, own)
+            writes = None if own is None or each.is_state else self._written_live(each, own)
             self.hazards.begin_writing(each, event, writes)
 
     def _joint_forward_begin(self, state: PoolState, index: int) -> None:

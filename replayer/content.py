@@ -30,8 +30,12 @@ Mask = npt.NDArray[np.bool_]
 
 
 def same_ids(one: IntArray, other: IntArray) -> bool:
-    """``np.array_equal`` of two one-dimensional arrays, in a third of its time where they are short."""
-    return len(one) == len(other) and bool((one == other).all())
+    """Whether two one-dimensional arrays hold the same ids. Of a few, bytes say so in a tenth of the time that numpy takes."""
+    if len(one) != len(other):
+        return False
+    if len(one) < 256 and one.dtype == other.dtype:
+        return one.tobytes() == other.tobytes()
+    return not np.count_nonzero(one != other)
 
 
 #: Odd constants: multiplying by them permutes 64-bit words.
@@ -39,19 +43,20 @@ _OFFSET = np.uint64(0x9E3779B97F4A7C15)
 _WRITTEN = np.uint64(0xC2B2AE3D27D4EB4F)
 _PAGE = np.uint64(0xD6E8FEB86659FD93)
 _GENERATION = np.uint64(0xA0761D6478BD642F)
+_HALF, _LAST, _ODD = np.uint64(32), np.uint64(29), np.uint64(1)
 
 
 def page_words(pool: int, virtual_pages: IntArray, generations: IntArray) -> Words:
     """The stamp of offset 0 of each page, before any forward wrote it: uint64 ``[n]``, never 0."""
-    words = (
-        virtual_pages.astype(np.uint64) * _PAGE
-        + generations.astype(np.uint64) * _GENERATION
-        + np.uint64(pool + 1)
-    )
-    words ^= words >> np.uint64(32)
+    words = virtual_pages.astype(np.uint64)
     words *= _PAGE
-    words ^= words >> np.uint64(29)
-    return words | np.uint64(1)
+    words += generations.astype(np.uint64) * _GENERATION
+    words += np.uint64(pool + 1)
+    words ^= words >> _HALF
+    words *= _PAGE
+    words ^= words >> _LAST
+    words |= _ODD
+    return words
 
 
 def offset_words(page_size: int) -> Words:
@@ -155,6 +160,7 @@ class StampStore(KVStore):
         super().__init__(pool, page_size, log)
         self.words = torch.zeros(num_pages, page_size, dtype=torch.int64, device=device)
         self._on_host = self.words.numpy().view(np.uint64) if self.words.device.type == "cpu" else None
+        self._flat = None if self._on_host is None else self._on_host.reshape(-1)
 
     def _copy(self, dst_pages: torch.Tensor, src_pages: torch.Tensor) -> None:
         self.words.index_copy_(0, dst_pages, self.words.index_select(0, src_pages))
@@ -169,8 +175,8 @@ class StampStore(KVStore):
             self.words[self._to_device(physical_pages)] = self._to_device(words.view(np.int64))
 
     def write_tokens(self, physical_tokens: IntArray, words: Words) -> None:
-        if self._on_host is not None:
-            self._on_host.reshape(-1)[physical_tokens] = words
+        if self._flat is not None:
+            self._flat[physical_tokens] = words
         else:
             self.words.view(-1)[self._to_device(physical_tokens)] = self._to_device(words.view(np.int64))
 

@@ -15,7 +15,8 @@ import torch
 from recorder.trace import Chunk, EventKind, ImpossibleEvent
 from replayer.blame import ids_in
 from replayer.calling import MoveLog
-from replayer.checks.growth import decode_growth, extend_growth, require_last_tokens, whole_pages_growth
+from replayer.checks.decoding import DecodeStep
+from replayer.checks.growth import extend_growth, whole_pages_growth
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
 from replayer.flush_events import FlushEvents
@@ -212,12 +213,11 @@ class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
 
     def _alloc_decode(self, state: PoolState, index: int) -> None:
         seq, last = self._must(1, index), self._must(2, index)
-        if len(seq) != len(last) or (seq < 1).any():
-            raise TraceContradiction("its seq_lens and last_loc differ in length, or a length is below 1")
-        own_last = self.ids.tokens(state, last) if not self.ids.identity else last
-        need = int(((seq - 1) % state.page_size == 0).sum()) * state.page_size
+        own_last = self.ids.tokens(state, last)
+        step = DecodeStep.asked(seq, own_last, state.page_size)
+        need = step.new_pages * state.page_size
         if self.checks is not None:
-            require_last_tokens(state, seq, own_last)
+            step.require_last_tokens(state)
         self._before_alloc(state, need)
         result = self._call(
             "alloc_decode",
@@ -226,7 +226,7 @@ class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
             self._host(self._tensor(1, index)),
             self._on_device(torch.from_numpy(own_last) if not self.ids.identity else self._tensor(2, index)),
         )
-        self._grown(state, index, result, need, lambda tokens: decode_growth(state, tokens, seq, own_last))
+        self._grown(state, index, result, need, lambda tokens: step.growth(state, tokens))
 
     def _host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.ledger is not None:

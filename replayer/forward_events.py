@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from replayer.content import IntArray
+from replayer.content import IntArray, same_ids
 from replayer.event_arguments import EventArguments
 from replayer.hazards import ReplayEvent
 from replayer.oracle import TraceContradiction
 from replayer.pool_state import PoolState
+from replayer.tokens import Tokens
 
 
 class ForwardEvents(EventArguments):
@@ -61,19 +63,22 @@ class ForwardEvents(EventArguments):
         self._call("set_inflight_forward", state.allocator.set_inflight_forward, event, tensor)
         if self.checks is None:
             return
-        if own is not None:
-            own = self._still_live(state, own)
-        self.hazards.begin_writing(state, event, own)
+        self.hazards.begin_writing(state, event, None if own is None else self._written_live(state, own))
 
-    def _still_live(self, state: PoolState, tokens: IntArray) -> IntArray:
+    def _written_live(self, state: PoolState, ids: IntArray) -> Tokens:
         """Tokens of a write set that have a place: padding and what was freed before the launch have none."""
+        if state.latest is not None:
+            latest, endings = state.latest
+            if endings == state.oracle.endings and same_ids(ids, latest.ids):
+                return latest
+        tokens = Tokens.split(ids, state.page_size)
         try:
-            live = state.oracle.live[tokens // state.page_size]
+            live = state.oracle.live[tokens.pages]
         except IndexError:
             live = None
-        if live is None or tokens.min() < 0:
+        if live is None or np.count_nonzero(ids < 0):
             raise TraceContradiction(f"the write set names tokens outside pool {state.name!r}")
-        return tokens if live.all() else tokens[live]
+        return tokens if np.count_nonzero(live) == len(tokens) else tokens.kept(live)
 
     def _forward_done(self, state: PoolState, index: int) -> None:
         event = self._event(self._value[index])

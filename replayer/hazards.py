@@ -21,6 +21,7 @@ from replayer.failure import CHECKS, CheckFailure
 from replayer.host_copies import HostCopies
 from replayer.leases import Leases
 from replayer.oracle import shown
+from replayer.tokens import Tokens
 
 if TYPE_CHECKING:
     from replayer.pool_state import PoolState
@@ -50,14 +51,15 @@ class ReplayEvent:
         self._hazards.finished_through(self.number)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Writer:
     number: int
     state: PoolState
-    pages: IntArray
-    offsets: IntArray
+    tokens: Tokens
     generations: IntArray
     physical_tokens: IntArray
+    #: `PoolOracle.endings` at the launch.
+    endings: int
     landed: bool = False
 
     def physical_pages(self) -> IntArray:
@@ -68,7 +70,7 @@ class _Writer:
 class _Reader:
     number: int
     state: PoolState
-    tokens: IntArray
+    tokens: Tokens
     generations: IntArray
     physical_tokens: IntArray
     words: Words
@@ -115,30 +117,32 @@ class Hazards:
         else:
             self._latest_events[pool] = event
 
-    def begin_writing(self, state: PoolState, event: ReplayEvent, tokens: IntArray | None) -> None:
-        """A forward was launched that writes ``tokens`` (virtual token ids), None for none in this pool. The allocator keeps one slot,
-        so the forward before it is taken to be over as far as its writes go: the engine must see to that."""
+    def begin_writing(self, state: PoolState, event: ReplayEvent, tokens: Tokens | None) -> None:
+        """A forward was launched that writes ``tokens`` (virtual ones that live), None for none in this pool. The allocator keeps one
+        slot, so the forward before it is taken to be over as far as its writes go: the engine must see to that."""
         self.epoch += 1
-        pages = None if tokens is None else tokens // state.page_size
-        self._slot[state.name] = event, pages
-        writers = self._writers.setdefault(state.name, [])
-        for writer in writers:
-            if not writer.landed:
-                self._land(writer)
-        writers.clear()
-        if tokens is None or pages is None or not len(tokens) or event.number <= self._landed_through:
+        self._slot[state.name] = event, None if tokens is None else tokens.pages
+        writers = self._writers.get(state.name)
+        if writers:
+            for writer in writers:
+                if not writer.landed:
+                    self._land(writer)
+            writers.clear()
+        if tokens is None or not len(tokens) or event.number <= self._landed_through:
             return
-        offsets = tokens - pages * state.page_size
-        physical = state.placed_physical[pages] * state.page_size + offsets
-        writers.append(_Writer(event.number, state, pages, offsets, state.oracle.generation[pages], physical))
+        oracle, pages = state.oracle, tokens.pages
+        physical = state.placed_physical[pages] * state.page_size + tokens.offsets
+        self._writers.setdefault(state.name, []).append(
+            _Writer(event.number, state, tokens, oracle.generation[pages], physical, oracle.endings)
+        )
 
     def begin_reading(self, state: PoolState, event: ReplayEvent, tokens: IntArray) -> None:
         """A forward was launched that reads ``tokens`` at the places they have now."""
         physical = state.physical_tokens(tokens)
-        pages, offsets = np.divmod(tokens, state.page_size)
-        generations = state.oracle.generation[pages]
+        own = Tokens.split(tokens, state.page_size)
+        generations = state.oracle.generation[own.pages]
         self._readers.append(
-            _Reader(event.number, state, tokens, generations, physical, state.oracle.words_of(pages, offsets))
+            _Reader(event.number, state, own, generations, physical, state.oracle.words_of(own))
         )
         state.held_by[physical // state.page_size] = event.number
 
@@ -205,10 +209,8 @@ class Hazards:
                 src_pages,
                 "pages were moved while places reserved for a load wait for it to be queued",
             )
-        both = np.concatenate([src_pages, dst_pages])
-        if state.leased[both].any():
-            leased = both[state.leased[both] > 0]
-            self._fail("C9", state, leased, "leased pages were moved or filled before their lease ended")
+        for pages in (src_pages, dst_pages):
+            self._require_unleased(state, pages, "moved or filled before their lease ended")
         self._judge_copies(state, src_pages, "moved")
         self._judge_from_outside(state, dst_pages, "moved into")
         for writer in self._writers.get(state.name, ()):
@@ -237,7 +239,7 @@ class Hazards:
         """Tokens that have not been freed since the forward was launched. SGLang frees the last page of a finished request while the
         forward that still writes its next token runs; the allocator cannot know that place any more (the id is unmapped), and keeping
         it unused until then is the engine's part. Such places are counted, not judged."""
-        oracle, pages = writer.state.oracle, writer.pages
+        oracle, pages = writer.state.oracle, writer.tokens.pages
         owned: npt.NDArray[np.bool_] = oracle.live[pages] & (oracle.generation[pages] == writer.generations)
         return owned
 
@@ -249,13 +251,17 @@ class Hazards:
         """
         self._judge_overwritten(state, physical_pages, "handed out")
         self._judge_from_outside(state, physical_pages, "handed out")
-        if state.leased[physical_pages].any():
-            self._fail(
-                "C9", state, physical_pages[state.leased[physical_pages] > 0], "leased pages were handed out"
-            )
+        self._require_unleased(state, physical_pages, "handed out")
         for writer in self._writers.get(state.name, ()):
             if writer.number > self._judged_through:
                 self.filled_under_a_write += state.count_common(physical_pages, writer.physical_pages())
+
+    def _require_unleased(self, state: PoolState, places: IntArray, what: str) -> None:
+        if not self.leases:
+            return
+        leased = state.leased[places] > 0
+        if np.count_nonzero(leased):
+            self._fail("C9", state, places[leased], f"leased pages were {what}")
 
     def _judge_copies(self, state: PoolState, places: IntArray, what: str) -> None:
         for copy in self.copies.unfinished(state):
@@ -321,9 +327,10 @@ class Hazards:
 
     def _judge_overwritten(self, state: PoolState, pages: IntArray, what: str) -> None:
         held = state.held_by[pages]
-        if (held > self._judged_through).any():
-            hit = pages[held > self._judged_through]
-            numbers: Sequence[int] = sorted({int(number) for number in held if number > self._judged_through})
+        reads = held > self._judged_through
+        if np.count_nonzero(reads):
+            hit = pages[reads]
+            numbers: Sequence[int] = sorted({int(number) for number in held[reads]})
             self._fail(
                 "C8",
                 state,
@@ -347,18 +354,19 @@ class Hazards:
     def _land(self, writer: _Writer) -> None:
         writer.landed = True
         # A token freed meanwhile gets a write nobody reads; its place belongs to a later forward on the same stream.
-        owned = self._still_owned(writer)
-        pages, offsets, places = writer.pages, writer.offsets, writer.physical_tokens
-        if not owned.all():
-            pages, offsets, places = pages[owned], offsets[owned], places[owned]
-        writer.state.store.write_tokens(places, writer.state.oracle.written(pages, offsets))
+        tokens, places, oracle = writer.tokens, writer.physical_tokens, writer.state.oracle
+        if oracle.endings != writer.endings:
+            owned = self._still_owned(writer)
+            if np.count_nonzero(owned) < len(tokens):
+                tokens, places = tokens.kept(owned), places[owned]
+        writer.state.store.write_tokens(places, oracle.written(tokens))
 
     def _compare_read(self, reader: _Reader) -> None:
         state = reader.state
-        pages, offsets = np.divmod(reader.tokens, state.page_size)
+        pages = reader.tokens.pages
         same = state.oracle.live[pages] & (state.oracle.generation[pages] == reader.generations)
         expected = reader.words.copy()
-        expected[same] = state.oracle.words_of(pages[same], offsets[same])
+        expected[same] = state.oracle.words_of(reader.tokens.kept(same))
         physical_pages, physical_offsets = np.divmod(reader.physical_tokens, state.page_size)
         contents = np.zeros((len(pages), state.page_size), dtype=np.uint64)
         contents[np.arange(len(pages)), physical_offsets] = expected

@@ -20,6 +20,7 @@ from replayer.content import ByteStore, IntArray, Words, grow_values
 from replayer.failure import CheckFailure
 from replayer.pool_state import PoolState
 from replayer.targets import spec_of
+from replayer.tokens import Tokens
 
 SEED = 20_240_917
 VOCABULARY = 256
@@ -102,10 +103,8 @@ class Probe:
             model = self._models[state.name] = self._make_model(state)
         placed = state.allocator.translate_kv_loc(torch.from_numpy(tokens).to(self._device)).cpu().numpy()
         through_mapping = self._log_probabilities(state, model, _rows_at(state, placed))
-        pages, offsets = np.divmod(tokens, state.page_size)
-        reference = self._log_probabilities(
-            state, model, _grown_rows(state, state.oracle.words_of(pages, offsets))
-        )
+        own = Tokens.split(tokens, state.page_size)
+        reference = self._log_probabilities(state, model, _grown_rows(state, state.oracle.words_of(own)))
         difference = float((through_mapping - reference).abs().max())
         self.compared += 1
         self.tokens += len(tokens)
@@ -117,7 +116,7 @@ class Probe:
                 "C14",
                 f"log-probabilities of a request with {len(tokens)} tokens differ from the uncompacted reference",
                 state.name,
-                np.unique(pages).tolist()[:16],
+                np.unique(own.pages).tolist()[:16],
                 expected="0.0",
                 found=f"{difference} (log-probability {int((through_mapping - reference).abs().argmax())} of {VOCABULARY})",
             )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from replayer.content import IntArray, Mask, Words, offset_words, page_words, written_words
+from replayer.content import IntArray, Mask, Words, offset_words, page_words, same_ids, written_words
+from replayer.tokens import Tokens
 
 
 class TraceContradiction(Exception):
@@ -24,12 +25,12 @@ class Growth:
     """Tokens that an event brought to life.
 
     ``new_pages``: virtual pages not live before, int64 ``[m]``. ``whole_pages``: those of them that are filled to the end.
-    ``loose_tokens``: the tokens that lie in none of these, int64 ``[n]``.
+    ``loose``: the tokens that lie in none of these.
     """
 
     new_pages: IntArray
     whole_pages: IntArray
-    loose_tokens: IntArray
+    loose: Tokens
 
 
 @dataclass
@@ -77,21 +78,29 @@ class PoolOracle:
         filled: int64, tokens written so far (a prefix of the page).
         predecessor: int64, the page before this one in its request, -1 unknown.
         times_written: uint8 ``[num_virtual_ids, page_size]``, forwards that have written each token.
+
+    ``endings`` goes up whenever pages end: what lived before and saw the same number lives still.
     """
 
     def __init__(self, number: int, name: str, num_virtual_ids: int, page_size: int) -> None:
         self.number, self.name = number, name
         self.num_virtual_ids, self.page_size = num_virtual_ids, page_size
         self._offsets = offset_words(page_size)
+        self._numbers_in_page = np.arange(page_size)
         self.generation = np.zeros(num_virtual_ids, dtype=np.int64)
+        self.endings = 0
         self.clear()
 
     def clear(self) -> None:
         count = self.num_virtual_ids
+        self.endings += 1
+        self._rows = np.zeros(count, dtype=np.int64)
+        self._numbers = np.arange(count, dtype=np.int64)
         self.live = np.zeros(count, dtype=np.bool_)
         self.filled = np.zeros(count, dtype=np.int64)
         self.predecessor = np.full(count, -1, dtype=np.int64)
         self.times_written = np.zeros((count, self.page_size), dtype=np.uint8)
+        self._times_written = self.times_written.reshape(-1)
         self._words = np.zeros(count, dtype=np.uint64)
         self.live_count = 0
 
@@ -104,8 +113,9 @@ class PoolOracle:
 
     def start_pages(self, pages: IntArray, filled: IntArray | int) -> None:
         """Virtual pages come to life with ``filled`` tokens each."""
-        self.generation[pages] += 1
-        self._words[pages] = page_words(self.number, pages, self.generation[pages])
+        generations = self.generation[pages] + 1
+        self.generation[pages] = generations
+        self._words[pages] = page_words(self.number, pages, generations)
         self.live[pages] = True
         self.filled[pages] = filled
         self.times_written[pages] = 0
@@ -119,6 +129,7 @@ class PoolOracle:
     def end_pages(self, pages: IntArray) -> None:
         self.live[pages] = False
         self.live_count -= len(pages)
+        self.endings += 1
 
     def hand_over(self, new_pages: IntArray, old_pages: IntArray) -> None:
         """``new_pages[i]`` takes over the place, and so the contents, of ``old_pages[i]``, which dies."""
@@ -127,11 +138,12 @@ class PoolOracle:
             column[new_pages] = column[old_pages]
         self.live[new_pages] = True
         self.live[old_pages] = False
+        self.endings += 1
 
-    def written(self, pages: IntArray, offsets: IntArray) -> Words:
+    def written(self, tokens: Tokens) -> Words:
         """A forward has written these tokens: their stamps from now on, uint64 ``[n]``."""
-        self.times_written[pages, offsets] += 1
-        return self.words_of(pages, offsets)
+        self._times_written[tokens.ids] += 1
+        return self.words_of(tokens)
 
     def adopt(self, pages: IntArray, records: PageRecords) -> None:
         """Pages that live hold from now on what was recorded of others: their bytes came back from the host, or from a transfer."""
@@ -150,26 +162,42 @@ class PoolOracle:
     def contents_of(self, records: PageRecords) -> Words:
         """Stamps of whole recorded pages, uint64 ``[n, page_size]``; tokens not there are 0."""
         words: Words = records.words[:, None] + self._offsets + written_words(records.times_written)
-        words[np.arange(self.page_size) >= records.filled[:, None]] = 0
+        words[self._numbers_in_page >= records.filled[:, None]] = 0
         return words
 
-    def words_of(self, pages: IntArray, offsets: IntArray) -> Words:
+    def words_of(self, tokens: Tokens) -> Words:
         """Stamps of single tokens: uint64 ``[n]``."""
-        words: Words = (
-            self._words[pages] + self._offsets[offsets] + written_words(self.times_written[pages, offsets])
-        )
+        words: Words = self._words[tokens.pages] + self._offsets[tokens.offsets]
+        written = self._times_written[tokens.ids]
+        if np.count_nonzero(written):
+            words += written_words(written)
+        return words
+
+    def whole_page_words(self, pages: IntArray) -> Words:
+        """Stamps of pages that are filled to the end and that no forward has written: uint64 ``[n, page_size]``."""
+        words: Words = self._words[pages][:, None] + self._offsets
         return words
 
     def page_contents(self, pages: IntArray) -> Words:
         """Stamps of whole pages, uint64 ``[n, page_size]``; tokens not there yet are 0."""
-        words = self._words[pages][:, None] + self._offsets
+        words = self.whole_page_words(pages)
         written = self.times_written[pages]
-        if written.any():
+        if np.count_nonzero(written):
             words += written_words(written)
         filled = self.filled[pages]
-        if (filled < self.page_size).any():
-            words[np.arange(self.page_size) >= filled[:, None]] = 0
+        if np.count_nonzero(filled < self.page_size):
+            words[self._numbers_in_page >= filled[:, None]] = 0
         return words
+
+    def named_twice(self, pages: IntArray) -> bool:
+        """Whether a page of this table is among ``pages`` more than once."""
+        if len(pages) < 2:
+            return False
+        if len(pages) > self.num_virtual_ids:
+            return True
+        numbers = self._numbers[: len(pages)]
+        self._rows[pages] = numbers  # of a page named twice the last row stays
+        return not same_ids(self._rows[pages], numbers)
 
     def live_pages(self) -> IntArray:
         return np.flatnonzero(self.live)
@@ -206,17 +234,17 @@ class PoolOracle:
             TraceContradiction: otherwise.
         """
         self.require_pages(pages, what)
-        dead = pages[~self.live[pages]]
-        if len(dead):
+        live = self.live[pages]
+        if np.count_nonzero(live) < len(pages):
+            dead = pages[~live]
             raise TraceContradiction(
                 f"C13: {what} names virtual page(s) {shown(dead)} of pool {self.name!r}, which are not live"
             )
-        if len(pages) > 1:
+        if self.named_twice(pages):
             unique, counts = np.unique(pages, return_counts=True)
-            if len(unique) != len(pages):
-                raise TraceContradiction(
-                    f"C13: {what} names virtual page(s) {shown(unique[counts > 1])} of pool {self.name!r} more than once"
-                )
+            raise TraceContradiction(
+                f"C13: {what} names virtual page(s) {shown(unique[counts > 1])} of pool {self.name!r} more than once"
+            )
 
 
 def shown(ids: IntArray, most: int = 8) -> str:

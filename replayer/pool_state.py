@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,9 +10,22 @@ import torch
 from recorder.trace import PoolHeader
 from replayer.content import IntArray, KVStore, Mask
 from replayer.oracle import PageRecords, PoolOracle, TraceContradiction
+from replayer.tokens import Tokens
 
 if TYPE_CHECKING:
     from replayer.hazards import ReplayEvent
+
+
+class Extent(NamedTuple):
+    """What a pool says about its band: pages ``[low, high)``, how many of them are holes or wait, whether pages may be moved, and the pages
+    that it could number."""
+
+    low: int
+    high: int
+    holes: int
+    pending: int
+    blocked: bool
+    num_pages: int
 
 
 class PoolState:
@@ -35,6 +48,7 @@ class PoolState:
         self.move_cap = int(allocator._lazy_max_moves_per_call)
         self.store_device = str(allocator.device)
         self.oracle = PoolOracle(number, header.name, allocator.num_virtual_ids, self.page_size)
+        self._views: dict[str, tuple[torch.Tensor, IntArray]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -59,6 +73,8 @@ class PoolState:
         #: ``available_size()`` as it was compared last, in tokens; None where it is not compared.
         self.known_available: int | None = None
         self.flush_seen: tuple[int, int] | None = None
+        #: The tokens that an alloc brought to life last, and `PoolOracle.endings` then: the next forward writes these as a rule.
+        self.latest: tuple[Tokens, int] | None = None
         #: The band when it was looked at last.
         self.last_band: tuple[int, int] | None = None
         #: By virtual page: what the running call frees, where it compacts between one free and the next.
@@ -85,17 +101,30 @@ class PoolState:
     def table(self, name: str) -> IntArray:
         """One of the allocator's tables, whole; a view on a CPU."""
         table: torch.Tensor = getattr(self.allocator, name)
-        host = table if table.device.type == "cpu" else table.cpu()
-        rows: IntArray = host.detach().numpy()
-        return rows
+        return self._view(name, table) if table.device.type == "cpu" else table.cpu().numpy()
+
+    def _view(self, name: str, table: torch.Tensor) -> IntArray:
+        """A table in host memory; its view is made again only when the allocator has another tensor for it."""
+        seen = self._views.get(name)
+        if seen is not None and seen[0] is table:
+            return seen[1]
+        view: IntArray = table.detach().numpy()
+        self._views[name] = table, view
+        return view
 
     def rows(self, name: str, pages: IntArray) -> IntArray:
         """Some rows of a table, reading no more than those."""
         table: torch.Tensor = getattr(self.allocator, name)
         if table.device.type == "cpu":
-            picked: IntArray = table.detach().numpy()[pages]
-            return picked
+            return self._view(name, table)[pages]
         return table[torch.from_numpy(pages).to(table.device)].cpu().numpy()
+
+    def taken(self, places: IntArray) -> Mask:
+        """Which physical pages hold a live page, or are reserved for one."""
+        taken: Mask = self.placed_virtual[places] >= 0
+        if self.reserved_count:
+            taken |= self.reserved[places]
+        return taken
 
     def count_common(self, places: IntArray, others: IntArray) -> int:
         """How many of ``places`` (physical pages, each once) are among ``others`` (any order, repeats allowed)."""
@@ -126,6 +155,11 @@ class PoolState:
         if self.allocator.grow_direction == "up":
             return self.min_page_index, self.allocator.watermark_physical
         return self.allocator.watermark_physical + 1, self.num_pages
+
+    def extent(self) -> Extent:
+        low, high = self.band()
+        allocator = self.allocator
+        return Extent(low, high, self.holes(), self.pending(), allocator.moves_blocked(), allocator.num_pages)
 
     def live_count(self) -> int:
         """Pages that hold something, by the calls alone."""

@@ -22,6 +22,7 @@ from replayer.drive import Driver
 from replayer.failure import CheckFailure
 from replayer.hazards import Hazards
 from replayer.logprob import Probe
+from replayer.pool_state import Extent
 from replayer.targets import Target, TargetOptions, build_target
 
 
@@ -298,22 +299,20 @@ def _read_footer(reader: TraceReader, outcome: Outcome) -> None:
 
 
 def _after_each(driver: Driver, checks: Checks, outcome: Outcome) -> Callable[[], None]:
-    bands: tuple[Any, ...] = ()
+    seen: list[Extent] = []
 
     def after() -> None:
-        nonlocal bands
-        flushes = len(driver.flushes)
+        nonlocal seen
         try:
             checks.after_event(driver.seq, driver.flushes)
         except CheckFailure as failure:
             failure.seq = driver.seq
             failure.call = failure.call or driver.call_name
             raise
-        if flushes and driver.flushes[-1].seq == driver.seq:
-            now = tuple((state.band(), state.holes(), state.pending()) for state in driver.by_number)
-            if now != bands:  # most flushes find nothing to do
-                bands = now
+        if checks.extents is not seen:  # the chain was looked at
+            if checks.extents != seen:  # most flushes find nothing to do
                 _note_peaks(driver, outcome)
+            seen = checks.extents
 
     return after
 

@@ -28,7 +28,8 @@ class TransferEvents(EventArguments):
             self.hazards.leases.end(self._value[index], state, on=lambda check: False)
             return
         count = self.hazards.leases.end(self._value[index], state, on=self.checks.on)
-        self.checks.hold(C8=count, C9=count)
+        self.checks.hold("C8", count)
+        self.checks.hold("C9", count)
         self._gate_follows()
 
     def _gate_follows(self) -> None:
@@ -82,7 +83,8 @@ class TransferEvents(EventArguments):
             self.hazards.log.clear()
             return
         self._judge_log()
-        self.checks.hold(C6=1, C8=1)
+        self.checks.hold("C6")
+        self.checks.hold("C8")
 
     def _host_free(self, state: PoolState, index: int) -> None:
         if self.checks is not None:

@@ -6,22 +6,11 @@ shows. Pool order is the chain, low byte end to high.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from replayer.failure import CheckFailure
 from replayer.hazards import Hazards
-from replayer.pool_state import PoolState
-
-#: What the recomputation reads of a chain: per pool its band, holes, whether a gate is shut, and its pages (a resize changes them).
-Capacities = tuple[tuple[tuple[int, int], int, bool, int], ...]
-
-
-def inputs_of(chain: Sequence[PoolState]) -> Capacities:
-    """Equal inputs give equal capacities, so a recomputation is needed only when these change."""
-    return tuple(
-        (state.band(), state.holes(), state.allocator.moves_blocked(), state.allocator.num_pages)
-        for state in chain
-    )
+from replayer.pool_state import Extent, PoolState
 
 
 def check_remembered(state: PoolState, expected: tuple[int, int]) -> None:
@@ -42,31 +31,43 @@ def check_remembered(state: PoolState, expected: tuple[int, int]) -> None:
         )
 
 
-def check_capacity(chain: Sequence[PoolState], position: int, total_bytes: int) -> tuple[int, int]:
-    """C10: both sizes equal a fresh recomputation under the gates as they are now; returns the two sizes.
+def check_capacities(
+    chain: Sequence[PoolState], extents: Sequence[Extent], total_bytes: int
+) -> list[tuple[int, int]]:
+    """C10: both sizes of every pool equal a fresh recomputation under the gates as they are now; returns them.
+
+    Args:
+        extents: of the pools of ``chain``, as they are now. While these stay the same, so do the sizes.
 
     Raises:
         CheckFailure: C10.
     """
-    state = chain[position]
-    below, above = neighbours(chain, position)
-    low, high = state.band()
-    floor, ceiling = region(chain, position, total_bytes)
-    holes = state.holes()
+    return [_check_capacity(chain, extents, at, total_bytes) for at in range(len(chain))]
+
+
+def _check_capacity(
+    chain: Sequence[PoolState], extents: Sequence[Extent], position: int, total_bytes: int
+) -> tuple[int, int]:
+    state, (low, high, holes, _, _, num_pages) = chain[position], extents[position]
+    below, above = _neighbours(chain, extents, position)
+    floor, ceiling = _region(chain, extents, below, above, total_bytes)
+    page_bytes = state.page_bytes
     taken = high - low - holes if state.is_float else high - low
-    index_room = state.num_pages - state.min_page_index - taken
+    index_room = num_pages - state.min_page_index - taken
+    own_holes = holes if state.lazy or state.is_float else 0
+    credits = _credit(chain, extents, below), _credit(chain, extents, above)
     sizes = []
-    for name, credit in (("available_size", False), ("schedulable_available_size", True)):
-        extra_low = _credit(below) if credit else 0
-        extra_high = _credit(above) if credit else 0
+    for name, (extra_low, extra_high) in (
+        ("available_size", (0, 0)),
+        ("schedulable_available_size", credits),
+    ):
         if state.is_float:
             gap_low, gap_high = float_gaps(state, floor, ceiling)
-            by_bytes = max(gap_low + extra_low // state.page_bytes, gap_high + extra_high // state.page_bytes)
+            by_bytes = max(gap_low + extra_low // page_bytes, gap_high + extra_high // page_bytes)
         elif state.allocator.grow_direction == "up":
-            by_bytes = (max(0, ceiling - high * state.page_bytes) + extra_high) // state.page_bytes
+            by_bytes = (max(0, ceiling - high * page_bytes) + extra_high) // page_bytes
         else:
-            by_bytes = (max(0, low * state.page_bytes - floor) + extra_low) // state.page_bytes
-        own_holes = holes if state.lazy or state.is_float else 0
+            by_bytes = (max(0, low * page_bytes - floor) + extra_low) // page_bytes
         expected = (min(by_bytes, index_room) + own_holes) * state.page_size
         found = getattr(state.allocator, name)()
         if found != expected:
@@ -92,26 +93,50 @@ def check_gate(state: PoolState, hazards: Hazards) -> None:
 
 def neighbours(chain: Sequence[PoolState], position: int) -> tuple[PoolState | None, PoolState | None]:
     """The next pools below and above that hold bytes: an empty float is transparent."""
-
-    def occupied(states: Sequence[PoolState]) -> PoolState | None:
-        return next((s for s in states if not s.is_float or s.band()[1] - s.band()[0] - s.holes() > 0), None)
-
-    return occupied(list(reversed(chain[:position]))), occupied(chain[position + 1 :])
+    found = _neighbours(chain, [state.extent() for state in chain], position)
+    below, above = (None if at is None else chain[at] for at in found)
+    return below, above
 
 
 def region(chain: Sequence[PoolState], position: int, total_bytes: int) -> tuple[int, int]:
     """Bytes between the neighbours of a pool: where the one below ends, and where the one above begins."""
-    below, above = neighbours(chain, position)
+    extents = [state.extent() for state in chain]
+    return _region(chain, extents, *_neighbours(chain, extents, position), total_bytes)
+
+
+def _neighbours(
+    chain: Sequence[PoolState], extents: Sequence[Extent], position: int
+) -> tuple[int | None, int | None]:
+    """Positions in the chain."""
+
+    def occupied(positions: Iterable[int]) -> int | None:
+        for at in positions:
+            low, high, holes, *_ = extents[at]
+            if not chain[at].is_float or high - low - holes > 0:
+                return at
+        return None
+
+    return occupied(range(position - 1, -1, -1)), occupied(range(position + 1, len(chain)))
+
+
+def _region(
+    chain: Sequence[PoolState],
+    extents: Sequence[Extent],
+    below: int | None,
+    above: int | None,
+    total_bytes: int,
+) -> tuple[int, int]:
     return (
-        0 if below is None else below.band()[1] * below.page_bytes,
-        total_bytes if above is None else above.band()[0] * above.page_bytes,
+        0 if below is None else extents[below].high * chain[below].page_bytes,
+        total_bytes if above is None else extents[above].low * chain[above].page_bytes,
     )
 
 
-def _credit(neighbour: PoolState | None) -> int:
-    if neighbour is None or not neighbour.lazy or neighbour.allocator.moves_blocked():
+def _credit(chain: Sequence[PoolState], extents: Sequence[Extent], neighbour: int | None) -> int:
+    """Bytes that a flush of a neighbour would open."""
+    if neighbour is None or not chain[neighbour].lazy or extents[neighbour].blocked:
         return 0
-    return neighbour.holes() * neighbour.page_bytes
+    return extents[neighbour].holes * chain[neighbour].page_bytes
 
 
 def float_gaps(state: PoolState, floor: int, ceiling: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from replayer.content import IntArray
 from replayer.failure import CheckFailure
 from replayer.oracle import shown
 from replayer.pool_state import PoolState
+from replayer.tokens import Tokens
 
 #: Pages compared at once in a sweep, so that its memory does not grow with the pool.
 PAGES_AT_ONCE = 4096
@@ -21,7 +22,7 @@ def check_contents(state: PoolState, virtual_pages: IntArray) -> None:
     """
     words = state.oracle.page_contents(virtual_pages)
     wrong = state.store.differing(state.placed_physical[virtual_pages], words)
-    if wrong.any():
+    if np.count_nonzero(wrong):
         raise _failure(state, virtual_pages, words, wrong)
 
 
@@ -38,15 +39,17 @@ def sweep_contents(state: PoolState) -> int:
     return len(pages)
 
 
-def write_new(state: PoolState, whole_pages: IntArray, loose_tokens: IntArray) -> None:
+def write_new_pages(state: PoolState, pages: IntArray) -> None:
+    """Put the stamps of new pages whose tokens came to life all at once."""
+    if len(pages):
+        state.store.write_pages(state.placed_physical[pages], state.oracle.whole_page_words(pages))
+
+
+def write_new_tokens(state: PoolState, tokens: Tokens) -> None:
     """Put the stamps of tokens that came to life; the rest of a page stays as the allocator handed it out."""
-    if len(whole_pages):
-        state.store.write_pages(state.placed_physical[whole_pages], state.oracle.page_contents(whole_pages))
-    if len(loose_tokens):
-        pages, offsets = np.divmod(loose_tokens, state.page_size)
-        state.store.write_tokens(
-            state.placed_physical[pages] * state.page_size + offsets, state.oracle.words_of(pages, offsets)
-        )
+    if len(tokens):
+        places = state.placed_physical[tokens.pages] * state.page_size + tokens.offsets
+        state.store.write_tokens(places, state.oracle.words_of(tokens))
 
 
 def _failure(state: PoolState, pages: IntArray, words: np.ndarray, wrong: np.ndarray) -> CheckFailure:

@@ -46,7 +46,7 @@ def drain(driver: Driver, checks: Checks) -> None:
         if checks.on("C12"):
             for state in driver.by_number:
                 _require_empty(state)
-                checks.hold(C12=1)
+                checks.hold("C12")
     except (
         TraceContradiction
     ) as error:  # the drain frees only what the oracle holds live, so this is an oracle fault
@@ -95,7 +95,7 @@ def _probe_capacity(driver: Driver, checks: Checks, state: PoolState) -> None:
             raise CheckFailure("C10", f"refused alloc({pages * state.page_size})", state.name, [], "served",
                                f"None, with available_size() {available}")  # fmt: skip
         checks.placed(state, whole_pages_growth(state, answered, pages * state.page_size).new_pages)
-        checks.hold(C10=1)
+        checks.hold("C10")
     if state.allocator.available_size() == 0:
         tokens = driver._call("drain", state.allocator.alloc, state.page_size)
         driver._judge_log()
@@ -103,7 +103,7 @@ def _probe_capacity(driver: Driver, checks: Checks, state: PoolState) -> None:
             raise CheckFailure(
                 "C10", "served a page beyond available_size() 0 with all neighbours packed", state.name
             )
-        checks.hold(C10=1)
+        checks.hold("C10")
 
 
 def _release_reserved(driver: Driver, checks: Checks, state: PoolState) -> None:

@@ -44,7 +44,7 @@ def probe_joint(driver: CompositeDriver, checks: JointChecks) -> None:
     if driver.swa is not None:
         driver.swa.oracle.start_pages(own, size)
         checks.placed(driver.swa, own)
-    checks.hold(C10=1)
+    checks.hold("C10")
 
 
 def free_joint(driver: CompositeDriver, checks: JointChecks) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from replayer.checks.capacity import check_capacity, check_gate
+from replayer.checks.capacity import check_capacities, check_gate
 from replayer.checks.held_back import already_over, check_returned
 from replayer.checks.mapping import sweep_tables
 from replayer.checks.progress import check_flushed
@@ -33,12 +33,13 @@ class FlushChecks(Reservations):
 
     def gate_turned(self) -> None:
         """C9 and C10 again: a gate, or a lease that shuts one, turned, and no call told the allocators."""
-        for at, state in enumerate(self.chain):
-            if self.on("C9"):
+        if self.on("C9"):
+            for state in self.chain:
                 check_gate(state, self.hazards)
-            if self.on("C10"):
-                check_capacity(self.chain, at, self.total_bytes)
-        self.hold(C9=len(self.chain), C10=len(self.chain))
+        if self.on("C10"):
+            check_capacities(self.chain, [state.extent() for state in self.chain], self.total_bytes)
+        self.hold("C9", len(self.chain))
+        self.hold("C10", len(self.chain))
 
     def before_flush(self, state: PoolState) -> None:
         """What is known to be over before the call."""
@@ -51,7 +52,7 @@ class FlushChecks(Reservations):
             self._check_pool(state)
             if self.on("C12"):
                 check_borders(state)
-                self.hold(C12=1)
+                self.hold("C12")
             return
         if not state.lazy:
             return
@@ -68,7 +69,7 @@ class FlushChecks(Reservations):
             check_returned(state, self._over, self.hazards, urgent=urgent)
         except CheckFailure as failure:
             self._fail(failure)
-        self.hold(C12=1)
+        self.hold("C12")
         self._just_flushed = state
 
     def before_make_room(self, state: PoolState, side: str, min_bytes: int) -> None:
@@ -86,10 +87,11 @@ class FlushChecks(Reservations):
             )  # fmt: skip
         except CheckFailure as failure:
             self._fail(failure)
-        self.hold(C10=1, C12=1)
+        self.hold("C10")
+        self.hold("C12")
 
     def holes_compacted(self, state: PoolState) -> None:
         self._check_pool(state)
         if self.on("C12"):
             check_packed(state, self.hazards)
-            self.hold(C12=1)
+            self.hold("C12")

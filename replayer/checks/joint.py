@@ -94,7 +94,8 @@ class JointChecks(Checks):
                     + (" once the pools are packed" if self._may_move() else ""),
                 )
             )
-        self.hold(C4=len(self.chain), C10=1)
+        self.hold("C4", len(self.chain))
+        self.hold("C10")
 
     def capacity_ensured(self, answer: bool, need_full: int, need_swa: int) -> None:
         """What ``ensure_capacity`` said against what is there now.
@@ -113,7 +114,7 @@ class JointChecks(Checks):
                     found=str(answer),
                 )
             )
-        self.hold(C10=1)
+        self.hold("C10")
 
     def paired(self, grown: Growth, window_pages: IntArray) -> None:
         """New tokens have come to life on the full side, and ``window_pages`` of the new pages got a window page with them.
@@ -121,7 +122,7 @@ class JointChecks(Checks):
         Raises:
             CheckFailure: C1 and what placing pages raises.
         """
-        swa, size = self.swa, self.full.page_size
+        swa = self.swa
         if swa is None:
             return
         without = np.setdiff1d(grown.new_pages, window_pages)
@@ -129,9 +130,8 @@ class JointChecks(Checks):
         filled = self.full.oracle.filled
         swa.oracle.start_pages(window_pages, filled[window_pages])
         swa.oracle.predecessor[window_pages] = self.full.oracle.predecessor[window_pages]
-        loose = grown.loose_tokens
-        loose = loose[swa.oracle.live[loose // size]]
-        tails = np.setdiff1d(loose // size, grown.new_pages)
+        loose = grown.loose.kept(swa.oracle.live[grown.loose.pages])
+        tails = np.setdiff1d(loose.pages, grown.new_pages)
         swa.oracle.fill(tails, filled[tails])
         whole = window_pages[np.isin(window_pages, grown.whole_pages)]
         self.new_pages(swa, Growth(window_pages, whole, loose))
@@ -166,7 +166,7 @@ class JointChecks(Checks):
                 f"physical page(s) {shown(places[stays])} released",
                 "owned by the id still",
             )
-        self.hold(C13=len(pages))
+        self.hold("C13", len(pages))
 
     def kept_pairs(self, pages: IntArray) -> None:
         """Pages paired again after their free was queued keep the new pair when the group closes.
@@ -190,7 +190,7 @@ class JointChecks(Checks):
                 shown(expected[rows != expected]),
                 shown(rows[rows != expected]),
             )
-        self.hold(C13=len(pages))
+        self.hold("C13", len(pages))
 
     def before_flush_together(self) -> None:
         """What is known to be over before a flush of all members."""
@@ -212,7 +212,7 @@ class JointChecks(Checks):
         if result != moved and not (told_more and result > moved):
             self._fail(CheckFailure("C4", "a flush of all pools returned another number than it moved", self.full.name, [],
                                     f"{moved} pages moved", f"returned {result}"))  # fmt: skip
-        self.hold(C4=1)
+        self.hold("C4")
 
     # -- after events
 
@@ -254,7 +254,7 @@ class JointChecks(Checks):
             )  # fmt: skip
         if self.swa is not None:
             check_sides(self.composite, {"full": self.full, "swa": self.swa})
-        self.hold(C10=1)
+        self.hold("C10")
 
     def prepared(self, states: PoolState, slots: int) -> None:
         """Room was asked for so many states: it is there, unless a flush of the neighbour would not open it either.
@@ -266,7 +266,7 @@ class JointChecks(Checks):
         if found < slots <= int(states.allocator.schedulable_available_size()):
             self._fail(CheckFailure("C10", f"prepare_mamba_allocation({slots}) has made no room that a flush would make", states.name, [],
                                     f"{slots} slots available", f"{found}"))  # fmt: skip
-        self.hold(C10=1)
+        self.hold("C10")
 
     # -- what fits
 

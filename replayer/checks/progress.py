@@ -61,8 +61,8 @@ def check_flushed(
 
 
 def _require_dead(state: PoolState, holes: IntArray) -> None:
-    live = (state.placed_virtual[holes] >= 0) | state.reserved[holes]
-    if live.any():
+    live = state.taken(holes)
+    if np.count_nonzero(live):
         raise CheckFailure(
             "C2",
             f"physical page(s) {shown(holes[live])} are holes and live",
@@ -88,7 +88,7 @@ def _require_stopped(state: PoolState, holes: IntArray, hazards: Hazards) -> Non
     window = min(high - low, len(holes) + state.pending() + 1)
     grows_up = state.allocator.grow_direction == "up"
     near = np.arange(high - 1, high - 1 - window, -1) if grows_up else np.arange(low, low + window)
-    live = near[(state.placed_virtual[near] >= 0) | state.reserved[near]]
+    live = near[state.taken(near)]
     if not len(live):
         return
     page, hole = int(live[0]), int(holes[0] if grows_up else holes[-1])

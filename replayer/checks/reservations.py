@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from replayer.checks.contents import write_new
+from replayer.checks.contents import write_new_pages
 from replayer.checks.mapping import check_places, check_rows
 from replayer.checks.partition import check_frontiers, check_inside
 from replayer.content import IntArray
@@ -34,7 +34,7 @@ class Reservations(ABC):
         """Whether a check was asked for."""
 
     @abstractmethod
-    def hold(self, **times: int) -> None:
+    def hold(self, check: str, times: int = 1) -> None:
         """Count checks that held."""
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Reservations(ABC):
             self._bound_reserved(state, pages[fresh], physical[fresh])
         if self.on("C1"):
             check_rows(state, pages)
-            self.hold(C1=len(pages))
+            self.hold("C1", len(pages))
 
     @staticmethod
     def _bound_reserved(state: PoolState, pages: IntArray, physical: IntArray) -> None:
@@ -80,7 +80,7 @@ class Reservations(ABC):
         came = np.array([record is not None for record in brought])
         records = PageRecords.joined([record for record in brought if record is not None], state.page_size)
         state.oracle.adopt(pages[came], records)
-        write_new(state, pages[~came], np.empty(0, dtype=np.int64))
+        write_new_pages(state, pages[~came])
 
     def before_unbind(self, state: PoolState, pages: IntArray) -> None:
         waiting = self._handing_over.get(state.name, np.empty(0, dtype=np.int64))
@@ -93,7 +93,7 @@ class Reservations(ABC):
         self._handing_over.pop(state.name, None)
         state.placed_physical[pages] = -1
         self._require_unmapped(state, pages, "unbound")
-        self.hold(C1=len(pages))
+        self.hold("C1", len(pages))
 
     def reserved(
         self,
@@ -113,7 +113,7 @@ class Reservations(ABC):
         if tokens is None and need <= self._promised:
             self._fail(CheckFailure("C10", f"refused to reserve {need} tokens", state.name, [], "served",
                                     f"None, though {self._promised} were promised before the call"))  # fmt: skip
-        self.hold(C10=1)
+        self.hold("C10")
         if tokens is not None:
             self._took(state, need, tokens)
         if not comparable or not self.compares_recorded:
@@ -125,7 +125,7 @@ class Reservations(ABC):
             self._fail(CheckFailure("C15", "the reserved places are not the engine's", state.name, [],
                                     "None" if recorded is None else shown(recorded),
                                     "None" if tokens is None else shown(tokens)))  # fmt: skip
-        self.hold(C15=1)
+        self.hold("C15")
 
     def _took(self, state: PoolState, need: int, tokens: IntArray) -> None:
         size = state.page_size
@@ -152,11 +152,11 @@ class Reservations(ABC):
         state.changes += 1
         if self.on("C1"):
             check_places(state, physical)
-            self.hold(C1=len(physical))
+            self.hold("C1", len(physical))
         if self.on("C5"):
             check_inside(state, physical)
             check_frontiers(self.chain, self.total_bytes)
-            self.hold(C5=1)
+            self.hold("C5")
 
     def before_release_physical(
         self, state: PoolState, tokens: IntArray, *, reserved_only: bool
@@ -208,7 +208,7 @@ class Reservations(ABC):
         if self.on("C1"):
             check_places(state, physical)
             self._require_unmapped(state, virtual, "released")
-            self.hold(C1=len(physical))
+            self.hold("C1", len(physical))
 
     def _require_unmapped(self, state: PoolState, pages: IntArray, what: str) -> None:
         rows = state.rows("virtual_to_physical", pages)

@@ -15,14 +15,8 @@ import numpy as np
 
 from recorder.trace import StateRow
 from replayer.checks.answers import Answers
-from replayer.checks.capacity import (
-    Capacities,
-    check_capacity,
-    check_gate,
-    check_remembered,
-    inputs_of,
-)
-from replayer.checks.contents import check_contents, sweep_contents, write_new
+from replayer.checks.capacity import check_capacities, check_gate, check_remembered
+from replayer.checks.contents import check_contents, sweep_contents, write_new_pages, write_new_tokens
 from replayer.checks.flushes import FlushChecks
 from replayer.checks.held_back import check_held_back, note_moved
 from replayer.checks.mapping import check_places, check_rows, check_sink, check_translation, sweep_tables
@@ -45,7 +39,7 @@ from replayer.failure import CheckFailure
 from replayer.hazards import Hazards
 from replayer.ids import owner_of
 from replayer.oracle import Growth, shown
-from replayer.pool_state import PoolState
+from replayer.pool_state import Extent, PoolState
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +68,7 @@ class Checks(FlushChecks):
             pools.values(), key=lambda state: _DIRECTIONS.get(state.allocator.grow_direction, 2)
         )
         self.held: Counter[str] = Counter()
+        self._enabled = options.enabled
         self.states: dict[int, StateRow] = {}
         self.last_sweep = -1
         self.compares_recorded = True
@@ -85,9 +80,10 @@ class Checks(FlushChecks):
         self._promised = 0
         self._since_check = 0
         self._states_compared = 0
-        self._inputs_checked: Capacities = ()
+        #: Of the chain when it was looked at last, low byte end to high; after which changes; and both sizes of each pool then.
+        self.extents: list[Extent] = []
+        self._changes_seen: list[int] = []
         self._sizes: list[tuple[int, int]] = []
-        self._chain_seen: dict[str, tuple[object, ...]] = {}
         self._left: dict[str, IntArray] = {}
         self._answers = Answers()
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
@@ -97,14 +93,12 @@ class Checks(FlushChecks):
         self._work = 0
 
     def on(self, check: str) -> bool:
-        return check in self.options.enabled
+        return check in self._enabled
 
-    def hold(self, **times: int) -> None:
-        """Count checks that held, those that were asked for."""
-        enabled, held = self.options.enabled, self.held
-        for check, count in times.items():
-            if check in enabled:
-                held[check] += count
+    def hold(self, check: str, times: int = 1) -> None:
+        """Count a check that held, if it was asked for."""
+        if check in self._enabled:
+            self.held[check] += times
 
     # -- around calls
 
@@ -117,7 +111,7 @@ class Checks(FlushChecks):
                 )
                 return
         virtual = state.placed_virtual[src_pages]
-        if (virtual < 0).any() and self.on("C1"):
+        if np.count_nonzero(virtual < 0) and self.on("C1"):
             raise CheckFailure(
                 "C1",
                 f"moved physical page(s) {shown(src_pages[virtual < 0])}, which hold no live page",
@@ -131,7 +125,9 @@ class Checks(FlushChecks):
         self.hazards.judge_moves(state, src_pages, dst_pages)
         note_moved(state, self.hazards.latest_unfired(state.name), len(src_pages))
         state.changes += 1
-        self.hold(C7=len(src_pages), C8=len(dst_pages), C9=1)
+        self.hold("C7", len(src_pages))
+        self.hold("C8", len(dst_pages))
+        self.hold("C9")
         state.placed_virtual[src_pages] = -1
         state.placed_virtual[dst_pages] = virtual
         state.placed_physical[virtual] = dst_pages
@@ -193,7 +189,7 @@ class Checks(FlushChecks):
                         state.name,
                     )
                 )
-        self.hold(C10=1)
+        self.hold("C10")
         if not identity or known not in (1, 2) or not self.compares_recorded:
             return
         if (tokens is None) != (known == 1) or (
@@ -213,7 +209,7 @@ class Checks(FlushChecks):
                 raise CheckFailure(
                     "C15", "the trace cannot be followed without ids that the engine had", state.name
                 )
-        self.hold(C15=1)
+        self.hold("C15")
 
     def _refused_alone(self, state: PoolState, need: int) -> None:
         """A pool's own alloc was refused: its neighbours had no more to give."""
@@ -228,7 +224,7 @@ class Checks(FlushChecks):
         """A free inside a group frees nothing yet."""
         if self.on("C1"):
             check_rows(state, pages)
-            self.hold(C1=len(pages))
+            self.hold("C1", len(pages))
 
     def recorded_number(self, state: PoolState, name: str, found: int, expected: int) -> None:
         if not self.compares_recorded:
@@ -236,18 +232,20 @@ class Checks(FlushChecks):
         if found != expected:
             self._fail(CheckFailure("C15", f"{name} returned another number than in the engine", state.name, [], str(expected),
                                     str(found)))  # fmt: skip
-        self.hold(C15=1)
+        self.hold("C15")
 
     def new_pages(self, state: PoolState, grown: Growth) -> None:
         """Pages handed out: their rows, their places, and then the stamps of the tokens in them."""
         if len(grown.new_pages):
             self.place(state, grown.new_pages)
-        write_new(state, grown.whole_pages, grown.loose_tokens)
+        write_new_pages(state, grown.whole_pages)
+        write_new_tokens(state, grown.loose)
+        state.latest = grown.loose, state.oracle.endings
 
     def placed(self, state: PoolState, pages: IntArray) -> None:
         """`new_pages` for whole pages under ids that another pool handed out."""
         self.place(state, pages)
-        write_new(state, pages, np.empty(0, dtype=np.int64))
+        write_new_pages(state, pages)
 
     def place(self, state: PoolState, pages: IntArray) -> None:
         if not len(pages):
@@ -262,8 +260,8 @@ class Checks(FlushChecks):
             outside = (physical < state.min_page_index) | (physical >= state.num_pages)
             raise CheckFailure("C5", f"handed out physical page(s) {shown(physical[outside])}, outside the pool", state.name,
                                pages[outside].tolist(), f"{state.min_page_index} to {state.num_pages - 1}")  # fmt: skip
-        taken = (state.placed_virtual[physical] >= 0) | state.reserved[physical]
-        if taken.any() and self.on("C2"):
+        taken = state.taken(physical)
+        if np.count_nonzero(taken) and self.on("C2"):
             raise CheckFailure("C2", f"handed out physical page(s) {shown(physical[taken])}, which are live", state.name,
                                [int(page) for page in state.placed_virtual[physical[taken]] if page > 0])  # fmt: skip
         self.hazards.judge_handed_out(state, physical)
@@ -272,20 +270,20 @@ class Checks(FlushChecks):
         state.changes += 1
         if self.on("C1"):
             check_places(state, physical)
-            self.hold(C1=len(pages))
+            self.hold("C1", len(pages))
         if self.on("C5"):
             low, high = state.band()
             if lowest < low or highest >= high:
                 check_inside(state, physical)
             check_frontiers(self.chain, self.total_bytes)
-            self.hold(C5=1)
+            self.hold("C5")
 
     def before_free(self, state: PoolState, pages: IntArray) -> None:
         """The last chance to look at what these pages hold."""
         if self.on("C6") and len(pages):
             check_contents(state, pages)
-            self.hold(C6=len(pages))
-        self.hold(C13=len(pages))
+            self.hold("C6", len(pages))
+        self.hold("C13", len(pages))
 
     def freed(self, state: PoolState, pages: IntArray) -> None:
         placed = state.placed_physical[pages]
@@ -298,11 +296,11 @@ class Checks(FlushChecks):
     def after_free(self, state: PoolState, pages: IntArray) -> None:
         if self.on("C1"):
             rows = state.rows("virtual_to_physical", pages)
-            if (rows != -1).any():
+            if np.count_nonzero(rows != -1):
                 raise CheckFailure("C1", f"freed virtual page(s) {shown(pages[rows != -1])} are still mapped", state.name,
                                    pages[rows != -1].tolist(), "-1", shown(rows[rows != -1]))  # fmt: skip
             check_places(state, self._left.pop(state.name))
-            self.hold(C1=len(pages))
+            self.hold("C1", len(pages))
 
     # -- after events
 
@@ -357,7 +355,7 @@ class Checks(FlushChecks):
             digests = self.options.every == 1 or self._states_compared % DIGEST_EVERY == 0 or not self.states
             same = self.compares_recorded
             if check_state(self.pools, row, digests=digests and same, same_placement=same):
-                self.hold(C15=1)
+                self.hold("C15")
 
     def _check_chain(self, new_flushes: list[FlushRecord]) -> None:
         for name, batches in self._moved.items():
@@ -368,50 +366,56 @@ class Checks(FlushChecks):
                 check_rows(state, virtual)
                 check_places(state, np.concatenate(self._vacated[name]))
                 check_translation(state, virtual)
-                self.hold(C1=len(virtual))
+                self.hold("C1", len(virtual))
             if self.on("C5") and len(virtual):
                 check_inside(state, state.placed_physical[virtual])
             if self.on("C6"):
                 check_contents(state, virtual)
-                self.hold(C6=len(virtual))
+                self.hold("C6", len(virtual))
         self._probe_if_due(new_flushes)
         self._moved.clear()
         self._vacated.clear()
         flushed = {record.pool for record in new_flushes}
+        before, changes_before = self.extents, self._changes_seen
+        self.extents = [state.extent() for state in self.chain]
+        self._changes_seen = [state.changes for state in self.chain]
         looked_at = 0
-        for state in self.chain:
-            now = (state.changes, state.band(), state.holes(), state.pending())
+        for at, state in enumerate(self.chain):
             if (
-                now == self._chain_seen.get(state.name)
+                before
+                and self.extents[at] == before[at]
+                and state.changes == changes_before[at]
                 and state.name not in flushed
                 and not self.options.every
             ):
                 continue  # nothing about this pool is another than at the last look
-            self._chain_seen[state.name] = now
             looked_at += 1
             if state is not self._flushed_now:  # which was looked at right after its flush
                 self._check_pool(state)
             self._try(check_reported, state)
             if self.on("C9"):
                 check_gate(state, self.hazards)
-        self.hold(C2=looked_at, C4=looked_at, C9=looked_at, C10=len(self.chain))
-        inputs = inputs_of(self.chain)
-        if inputs == self._inputs_checked:
-            if self.on("C10"):
-                for state, sizes in zip(self.chain, self._sizes, strict=True):
-                    check_remembered(state, sizes)
-        else:
+        for check in ("C2", "C4", "C9"):
+            self.hold(check, looked_at)
+        if self.extents != before:
+            self._sizes.clear()
             if self.on("C5"):
                 check_frontiers(self.chain, self.total_bytes)
-            self.hold(C5=1)
-            if self.on("C10"):
-                self._sizes = [
-                    check_capacity(self.chain, at, self.total_bytes) for at in range(len(self.chain))
-                ]
-                self._inputs_checked = inputs
-                for state, sizes in zip(self.chain, self._sizes, strict=True):
-                    state.known_available = sizes[0]
+            self.hold("C5")
+        self._check_sizes()
         self._judge_flushes(new_flushes)
+
+    def _check_sizes(self) -> None:
+        if not self.on("C10"):
+            return
+        self.hold("C10", len(self.chain))
+        if self._sizes:
+            for state, sizes in zip(self.chain, self._sizes, strict=True):
+                check_remembered(state, sizes)
+            return
+        self._sizes = check_capacities(self.chain, self.extents, self.total_bytes)
+        for state, sizes in zip(self.chain, self._sizes, strict=True):
+            state.known_available = sizes[0]
 
     def _check_pool(self, state: PoolState) -> None:
         """Borders, lists and counts of one pool, causes before consequences; what it costs follows what changed."""
@@ -430,7 +434,7 @@ class Checks(FlushChecks):
                 check_flushed(
                     self.pools[name], urgent=record.urgent, moves=record.moves, hazards=self.hazards
                 )
-                self.hold(C12=1)
+                self.hold("C12")
         limit = self.options.max_syncs
         if limit is None or not self.on("C11"):
             return
@@ -444,7 +448,7 @@ class Checks(FlushChecks):
                     expected=f"at most {limit}",
                     found=f"{record.device_to_host} device-to-host, {record.host_to_device} host-to-device, {record.waits} waits",
                 )
-            self.hold(C11=1)
+            self.hold("C11")
 
     def _probe_if_due(self, new_flushes: list[FlushRecord]) -> None:
         if self.probe is None or not self.on("C14") or not any(record.moves for record in new_flushes):
@@ -453,7 +457,7 @@ class Checks(FlushChecks):
         if self._flushes_probed % self.options.logprob_every == 1 or self.options.logprob_every == 1:
             for name, batches in self._moved.items():
                 self.probe.sample(self.pools[name], self._owner_of(name), np.concatenate(batches))
-                self.hold(C14=1)
+                self.hold("C14")
 
     def _owner_of(self, name: str) -> PoolState:
         return owner_of(list(self.pools.values()), self.pools[name])
@@ -471,7 +475,7 @@ class Checks(FlushChecks):
     def everything(self, seq: int) -> None:
         """The chain and a sweep, whatever changed and whether anything flushed."""
         self._flushed_now = None
-        self._chain_seen.clear()
+        self.extents = []
         self._check_chain([])
         self.sweep(seq)
 
@@ -481,19 +485,22 @@ class Checks(FlushChecks):
             return  # between bind and unbind a place has two names
         for state in self.chain:
             if self.on("C1"):
-                self.hold(C1=sweep_tables(state))
+                self.hold("C1", sweep_tables(state))
                 check_translation(state, state.oracle.live_pages())
                 check_sink(state)
             if self.on("C2") or self.on("C4") or self.on("C5"):
                 self._try(sweep_partition, state)
                 self._try(check_reported, state)
-                self.hold(C2=1, C4=1, C5=1)
+                self.hold("C2")
+                self.hold("C4")
+                self.hold("C5")
             if self.on("C3") and not state.allocator.free_group:
-                self.hold(C3=sweep_free_ids(state))
+                self.hold("C3", sweep_free_ids(state))
             if self.on("C6"):
-                self.hold(C6=sweep_contents(state))
+                self.hold("C6", sweep_contents(state))
         if self.on("C13"):
             self._answers.sweep()
         leased = self.hazards.leases.look(on=self.on)
-        self.hold(C8=leased, C9=leased)
+        self.hold("C8", leased)
+        self.hold("C9", leased)
         self.last_sweep = seq
