@@ -67,10 +67,9 @@ class ForwardEvents(EventArguments):
 
     def _written_live(self, state: PoolState, ids: IntArray) -> Tokens:
         """Tokens of a write set that have a place: padding and what was freed before the launch have none."""
-        if state.latest is not None:
-            latest, endings = state.latest
-            if endings == state.oracle.endings and same_ids(ids, latest.ids):
-                return latest
+        latest = state.latest
+        if latest is not None and latest.endings == state.oracle.endings and same_ids(ids, latest.tokens.ids):
+            return latest.tokens
         tokens = Tokens.split(ids, state.page_size)
         try:
             live = state.oracle.live[tokens.pages]

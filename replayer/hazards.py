@@ -130,10 +130,10 @@ class Hazards:
             writers.clear()
         if tokens is None or not len(tokens) or event.number <= self._landed_through:
             return
-        oracle, pages = state.oracle, tokens.pages
-        physical = state.placed_physical[pages] * state.page_size + tokens.offsets
+        oracle = state.oracle
+        generations, places = oracle.generation[tokens.pages], state.places_of(tokens)
         self._writers.setdefault(state.name, []).append(
-            _Writer(event.number, state, tokens, oracle.generation[pages], physical, oracle.endings)
+            _Writer(event.number, state, tokens, generations, places, oracle.endings)
         )
 
     def begin_reading(self, state: PoolState, event: ReplayEvent, tokens: IntArray) -> None:

@@ -28,6 +28,16 @@ class Extent(NamedTuple):
     num_pages: int
 
 
+class Latest(NamedTuple):
+    """Tokens that came to life last, their places (physical token ids, int64 ``[n]``), and when that was: they live while
+    `PoolOracle.endings` is the same, and lie there while `PoolState.changes` is."""
+
+    tokens: Tokens
+    places: IntArray
+    endings: int
+    changes: int
+
+
 class PoolState:
     """Everything about one pool, by name.
 
@@ -73,8 +83,8 @@ class PoolState:
         #: ``available_size()`` as it was compared last, in tokens; None where it is not compared.
         self.known_available: int | None = None
         self.flush_seen: tuple[int, int] | None = None
-        #: The tokens that an alloc brought to life last, and `PoolOracle.endings` then: the next forward writes these as a rule.
-        self.latest: tuple[Tokens, int] | None = None
+        #: The next forward writes these as a rule.
+        self.latest: Latest | None = None
         #: The band when it was looked at last.
         self.last_band: tuple[int, int] | None = None
         #: By virtual page: what the running call frees, where it compacts between one free and the next.
@@ -138,6 +148,14 @@ class PoolState:
         pages, offsets = np.divmod(tokens, self.page_size)
         placed: IntArray = self.placed_physical[pages] * self.page_size + offsets
         return placed
+
+    def places_of(self, tokens: Tokens) -> IntArray:
+        """Where tokens are, by the placement seen last: physical token ids, int64 ``[n]``."""
+        latest = self.latest
+        if latest is not None and latest.tokens is tokens and latest.changes == self.changes:
+            return latest.places
+        places: IntArray = self.placed_physical[tokens.pages] * self.page_size + tokens.offsets
+        return places
 
     # -- sizes the allocator reports about itself
 

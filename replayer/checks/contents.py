@@ -7,7 +7,7 @@ import numpy as np
 from replayer.content import IntArray
 from replayer.failure import CheckFailure
 from replayer.oracle import shown
-from replayer.pool_state import PoolState
+from replayer.pool_state import Latest, PoolState
 from replayer.tokens import Tokens
 
 #: Pages compared at once in a sweep, so that its memory does not grow with the pool.
@@ -48,8 +48,8 @@ def write_new_pages(state: PoolState, pages: IntArray) -> None:
 def write_new_tokens(state: PoolState, tokens: Tokens) -> None:
     """Put the stamps of tokens that came to life; the rest of a page stays as the allocator handed it out."""
     if len(tokens):
-        places = state.placed_physical[tokens.pages] * state.page_size + tokens.offsets
-        state.store.write_tokens(places, state.oracle.words_of(tokens))
+        state.latest = Latest(tokens, state.places_of(tokens), state.oracle.endings, state.changes)
+        state.store.write_tokens(state.latest.places, state.oracle.words_of(tokens))
 
 
 def _failure(state: PoolState, pages: IntArray, words: np.ndarray, wrong: np.ndarray) -> CheckFailure:

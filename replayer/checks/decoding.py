@@ -20,12 +20,13 @@ class DecodeStep:
     """One more token for each of ``n`` requests.
 
     ``seq_lens``: lengths with that token; ``last_loc``: the token before it, which is what makes ``following`` its id where it stays in
-    the page; ``offsets``: where in its page it lies; ``crosses``: whether that is a new page, for ``new_pages`` of them. int64 or bool
-    ``[n]``.
+    the page, and ``last_pages`` the page of that one; ``offsets``: where in its page it lies; ``crosses``: whether that is a new page, for
+    ``new_pages`` of them. int64 or bool ``[n]``.
     """
 
     seq_lens: IntArray
     last_loc: IntArray
+    last_pages: IntArray
     following: IntArray
     offsets: IntArray
     crosses: Mask
@@ -41,7 +42,8 @@ class DecodeStep:
             raise TraceContradiction("its seq_lens and last_loc differ in length, or a length is below 1")
         offsets = (seq_lens - 1) % page_size
         crosses = offsets == 0
-        return cls(seq_lens, last_loc, last_loc + 1, offsets, crosses, int(np.count_nonzero(crosses)))
+        new_pages = int(np.count_nonzero(crosses))
+        return cls(seq_lens, last_loc, last_loc // page_size, last_loc + 1, offsets, crosses, new_pages)
 
     def require_last_tokens(self, state: PoolState) -> None:
         """Every request that has tokens continues one that is live.
@@ -49,8 +51,7 @@ class DecodeStep:
         Raises:
             TraceContradiction: otherwise.
         """
-        oracle, last = state.oracle, self.last_loc
-        pages = last // state.page_size
+        oracle, last, pages = state.oracle, self.last_loc, self.last_pages
         try:
             # In a new page (offset 0) it does not matter how much the last one holds: less than was handed out of it, if it came back
             # from the host.
@@ -59,11 +60,11 @@ class DecodeStep:
             live = np.zeros(len(last), dtype=np.bool_)
         continues = live & (last >= 0) & (self.following % state.page_size == self.offsets)
         if np.count_nonzero(continues) < len(last):
-            self._judge_one_by_one(state, pages)
+            self._judge_one_by_one(state)
 
-    def _judge_one_by_one(self, state: PoolState, pages: IntArray) -> None:
+    def _judge_one_by_one(self, state: PoolState) -> None:
         """Requests that begin have no last token; what is wrong with the others is told apart."""
-        oracle, last, begins = state.oracle, self.last_loc, self.seq_lens == 1
+        oracle, last, pages, begins = state.oracle, self.last_loc, self.last_pages, self.seq_lens == 1
         inside = (pages >= 0) & (pages < oracle.num_virtual_ids)
         known = np.where(inside, pages, 0)
         given = (last % state.page_size < oracle.filled[known]) | self.crosses
@@ -83,11 +84,11 @@ class DecodeStep:
         """
         size, oracle, offsets = state.page_size, state.oracle, self.offsets
         require_count(state, tokens, len(offsets), "alloc_decode")
-        pages = tokens // size
         if not self.new_pages:
             require_equal(state, tokens, self.following, "alloc_decode")
-            oracle.fill(pages, offsets + 1)
-            return Growth(_NONE, _NONE, Tokens(tokens, pages, offsets))
+            oracle.fill(self.last_pages, offsets + 1)
+            return Growth(_NONE, _NONE, Tokens(tokens, self.last_pages, offsets))
+        pages = tokens // size
         crosses, stays = self.crosses, ~self.crosses
         require_equal(state, tokens[stays], self.following[stays], "alloc_decode")
         oracle.fill(pages[stays], offsets[stays] + 1)
@@ -95,5 +96,8 @@ class DecodeStep:
         require_equal(state, tokens[crosses], fresh * size, "alloc_decode in a new page")
         require_fresh(state, fresh)
         oracle.start_pages(fresh, 1)
-        oracle.predecessor[fresh] = np.where(self.seq_lens[crosses] > 1, self.last_loc[crosses] // size, -1)
+        begins = self.seq_lens[crosses] == 1
+        oracle.predecessor[fresh] = self.last_pages[crosses]
+        if np.count_nonzero(begins):
+            oracle.predecessor[fresh[begins]] = -1
         return Growth(fresh, _NONE, Tokens(tokens, pages, offsets))

@@ -55,11 +55,12 @@ def check_returned(
     """
     if not hazards.may_move(state.name) or state.awaiting_load:
         return
-    if urgent:
+    waiting = state.pending()
+    if urgent or not waiting:
+        # Also of forwards that are known to be over only from a later one: their events need never fire.
         state.held_back.clear()
     for event in over:
         state.held_back.pop(event, None)
-    waiting = state.pending()
     if not waiting:
         return
     most = sum(state.held_back.values())

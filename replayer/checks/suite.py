@@ -240,7 +240,6 @@ class Checks(FlushChecks):
             self.place(state, grown.new_pages)
         write_new_pages(state, grown.whole_pages)
         write_new_tokens(state, grown.loose)
-        state.latest = grown.loose, state.oracle.endings
 
     def placed(self, state: PoolState, pages: IntArray) -> None:
         """`new_pages` for whole pages under ids that another pool handed out."""
