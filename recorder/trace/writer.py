@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from .columns import Int64Array
 from .encode import EventBuffer, encode_chunk, pack_row
-from .errors import EmptyTrace, ImpossibleEvent, OutputExists, OutputRefused, TooManyIds, TraceWriteFailed
+from .errors import EmptyTrace, OutputExists, OutputRefused, TraceWriteFailed
+from .event_rules import RULES, no_such_kind
 from .frames import compress_frame, new_compressor
 from .header import Header, header_to_map, validate_header
 from .index import index_frame
@@ -40,14 +41,10 @@ from .limits import (
 )
 from .locks import lock
 from .schema import (
-    ARGUMENT_SLOTS,
-    LEVELS,
     NONE,
     QUERY_SLOT,
     RESULT_SLOT,
-    SCHEMA,
     EventKind,
-    KindSchema,
     ResultKind,
 )
 from .states import DIGEST_BYTES, StateRow, encode_states
@@ -69,82 +66,6 @@ _NOT_RECORDED: Final = int(ResultKind.NOT_RECORDED)
 _NULL: Final = int(ResultKind.NULL)
 _IDS: Final = int(ResultKind.IDS)
 _INTEGER: Final = int(ResultKind.INTEGER)
-
-
-class _Rules:
-    """The schema of one event kind as one set and a few flags: checking an event is on the path of every
-    recorded call.
-    """
-
-    __slots__ = ("choices", "kind", "lowest_pool", "needs_value", "number", "schema", "shapes")
-
-    def __init__(self, kind: EventKind, schema: KindSchema, level: str) -> None:
-        self.kind = kind
-        self.schema = schema
-        self.number = int(kind)
-        self.lowest_pool = 0 if schema.needs_pool_at(level) else NONE
-        self.choices = schema.choices
-        self.needs_value = schema.needs_value
-        self.shapes = frozenset(
-            _shape(slots | (result == ResultKind.IDS) << RESULT_SLOT | asked << QUERY_SLOT, result)
-            for slots in range(1 << len(ARGUMENT_SLOTS))
-            if not self._misfit(slots)
-            for result in schema.results
-            for asked in (0, 1)
-        )
-
-    def _misfit(self, slots: int) -> str:
-        """What is wrong with a mask of lists; empty when the kind may have these."""
-        if any(slots >> slot & 1 and not self.schema.list_meaning(slot) for slot in ARGUMENT_SLOTS):
-            return "a list that its kind does not have"
-        if any(not slots >> slot & 1 for slot in self.schema.required):
-            return "not all the lists its kind must have"
-        return ""
-
-    def refusal(
-        self, writer: TraceWriter, pool: int, value: int, depth: int, slots: int, result: int, size: int
-    ) -> ImpossibleEvent | TooManyIds:
-        """Why an event of this kind may not be written."""
-        if not self.lowest_pool <= pool < writer.pool_count:
-            return self.impossible(writer, f"pool {pool}")
-        if misfit := self._misfit(slots):
-            return self.impossible(writer, misfit)
-        if result not in self.schema.results:
-            return self.impossible(writer, "a result that its kind does not have")
-        if self.choices and value not in self.choices:
-            return self.impossible(writer, f"value {value} ({self.schema.value})")
-        if self.needs_value and value == NONE:
-            return self.impossible(writer, f"no value ({self.schema.value})")
-        if size > MAX_EVENT_IDS:
-            limit = f"the format's limit is {MAX_EVENT_IDS}"
-            return TooManyIds(f"event {writer.events} ({self.kind.name}) has {size} ids; {limit}")
-        return self.impossible(writer, f"depth {depth}")
-
-    def impossible(self, writer: TraceWriter, problem: str) -> ImpossibleEvent:
-        """The error for an event of this kind."""
-        return ImpossibleEvent(f"event {writer.events} ({self.kind.name}) has {problem}")
-
-
-def _shape(slots: int, result: int) -> int:
-    """Which lists an event has and what kind of result, as one number."""
-    return slots | result << (QUERY_SLOT + 1)
-
-
-_RULES: Final = {
-    level: {
-        int(kind): _Rules(kind, schema, level) for kind, schema in SCHEMA.items() if schema.occurs_at(level)
-    }
-    for level in LEVELS
-}
-
-
-def _no_such_kind(writer: TraceWriter, kind: EventKind | int) -> Exception:
-    if kind not in SCHEMA:
-        return ValueError(f"{kind} is no event kind")
-    level = writer.header.level
-    return ImpossibleEvent(
-        f"event {writer.events} ({EventKind(kind).name}) is none of a trace of level {level}"
-    )
 
 
 def partial_path(path: Path) -> Path:
@@ -188,7 +109,7 @@ class TraceWriter:
         self._compressor = new_compressor(level)
         self._page_sizes = [pool.page_size for pool in header.pools]
         self.pool_count = len(header.pools)
-        self._rules = _RULES[header.level]
+        self._rules = RULES[header.level]
         self._identity = header.uuid
         self._buffer = EventBuffer()
         self._names: dict[int, str] = {}
@@ -247,7 +168,7 @@ class TraceWriter:
             self._open_file()
         rules = self._rules.get(kind)
         if rules is None:
-            raise _no_such_kind(self, kind)
+            raise no_such_kind(self, kind)
         slots = size = 0
         if list0 is not None:
             ids0 = cast("Int64Array", list0) if trusted else _ids(list0)

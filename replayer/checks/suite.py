@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recorder.trace import StateRow
-from replayer.checks.answers import Answers
+from replayer.checks.allocs import AllocChecks
 from replayer.checks.capacity import check_capacities, check_gate, check_remembered
-from replayer.checks.contents import check_contents, sweep_contents, write_new_pages, write_new_tokens
-from replayer.checks.flushes import FlushChecks
+from replayer.checks.contents import check_contents, sweep_contents
 from replayer.checks.held_back import check_held_back, note_moved
 from replayer.checks.mapping import check_places, check_rows, check_sink, check_translation, sweep_tables
 from replayer.checks.options import DIGEST_EVERY, SWEEP_EVERY, SWEEP_WORK, CheckOptions
@@ -33,17 +32,14 @@ from replayer.checks.partition import (
 )
 from replayer.checks.progress import check_eager, check_flushed
 from replayer.checks.recorded import check_state
-from replayer.checks.room import check_refused
-from replayer.content import IntArray, Mask, same_ids
+from replayer.content import IntArray, Mask
 from replayer.failure import CheckFailure
 from replayer.hazards import Hazards
 from replayer.ids import owner_of
-from replayer.oracle import Growth, shown
+from replayer.oracle import shown
 from replayer.pool_state import Extent, PoolState
 
 if TYPE_CHECKING:
-    import torch
-
     from replayer.calling import FlushRecord
     from replayer.logprob import Probe
 
@@ -52,7 +48,7 @@ RECENT_MOVES = 256
 _DIRECTIONS = {"up": 0, "float": 1, "down": 2}
 
 
-class Checks(FlushChecks):
+class Checks(AllocChecks):
     def __init__(
         self,
         pools: dict[str, PoolState],
@@ -77,7 +73,6 @@ class Checks(FlushChecks):
         self._vacated: dict[str, list[IntArray]] = {}
         self._flushes_seen = 0
         self._flushes_probed = 0
-        self._promised = 0
         self._since_check = 0
         self._states_compared = 0
         #: Of the chain when it was looked at last, low byte end to high; after which changes; and both sizes of each pool then.
@@ -85,7 +80,6 @@ class Checks(FlushChecks):
         self._changes_seen: list[int] = []
         self._sizes: list[tuple[int, int]] = []
         self._left: dict[str, IntArray] = {}
-        self._answers = Answers()
         self._recent: deque[tuple[int, str, IntArray, IntArray, IntArray]] = deque(maxlen=RECENT_MOVES)
 
         self._sweep_every = options.sweep_every or (1 if options.every == 1 else SWEEP_EVERY)
@@ -158,68 +152,6 @@ class Checks(FlushChecks):
                     )
         return found[-8:]
 
-    def before_alloc(self, state: PoolState) -> None:
-        # What an END pool says it could have after a flush of its neighbour, an alloc must get by that flush. A float asks one side only.
-        promise = "available_size" if state.is_float else "schedulable_available_size"
-        self._promised = getattr(state.allocator, promise)()
-
-    def alloc_answered(
-        self,
-        state: PoolState,
-        need: int,
-        tokens: IntArray | None,
-        recorded: IntArray | None,
-        known: int,
-        *,
-        identity: bool,
-    ) -> None:
-        """C10: a request within the size the allocator promised is served. C15: the answer is the engine's."""
-        if tokens is None:
-            ids_left = state.oracle.num_virtual_ids - state.min_page_index - state.oracle.live_count
-            if need <= self._promised and need // state.page_size <= ids_left:
-                self._fail(CheckFailure("C10", f"refused {need} tokens", state.name, [], "served",
-                                        f"None, though {self._promised} were promised before the call"))  # fmt: skip
-            if self.on("C12") and need // state.page_size <= ids_left:
-                self._refused_alone(state, need)
-            if known == 2 and not identity:
-                self._fail(
-                    CheckFailure(
-                        "C10",
-                        f"refused {need} tokens that the engine had room for",
-                        state.name,
-                    )
-                )
-        self.hold("C10")
-        if not identity or known not in (1, 2) or not self.compares_recorded:
-            return
-        if (tokens is None) != (known == 1) or (
-            tokens is not None and recorded is not None and not same_ids(tokens, recorded)
-        ):
-            self._fail(
-                CheckFailure(
-                    "C15",
-                    "the answer is not the engine's. An allocator with another placement rule is replayed with --ids mapped",
-                    state.name,
-                    [] if tokens is None else (np.unique(tokens // state.page_size)[:16]).tolist(),
-                    expected="None" if known == 1 or recorded is None else shown(recorded),
-                    found="None" if tokens is None else shown(tokens),
-                )
-            )
-            if known == 2 and tokens is None:
-                raise CheckFailure(
-                    "C15", "the trace cannot be followed without ids that the engine had", state.name
-                )
-        self.hold("C15")
-
-    def _refused_alone(self, state: PoolState, need: int) -> None:
-        """A pool's own alloc was refused: its neighbours had no more to give."""
-        check_refused(self.chain, self.chain.index(state), need, self.hazards, self.total_bytes)
-
-    def answered(self, seq: int, state: PoolState, tensor: torch.Tensor, tokens: IntArray) -> None:
-        """An alloc answered ``tensor``; sweeps look whether it is still what it was (C13)."""
-        if self.on("C13"):
-            self._answers.note(seq, state, tensor, tokens)
-
     def queued(self, state: PoolState, pages: IntArray) -> None:
         """A free inside a group frees nothing yet."""
         if self.on("C1"):
@@ -233,49 +165,6 @@ class Checks(FlushChecks):
             self._fail(CheckFailure("C15", f"{name} returned another number than in the engine", state.name, [], str(expected),
                                     str(found)))  # fmt: skip
         self.hold("C15")
-
-    def new_pages(self, state: PoolState, grown: Growth) -> None:
-        """Pages handed out: their rows, their places, and then the stamps of the tokens in them."""
-        if len(grown.new_pages):
-            self.place(state, grown.new_pages)
-        write_new_pages(state, grown.whole_pages)
-        write_new_tokens(state, grown.loose)
-
-    def placed(self, state: PoolState, pages: IntArray) -> None:
-        """`new_pages` for whole pages under ids that another pool handed out."""
-        self.place(state, pages)
-        write_new_pages(state, pages)
-
-    def place(self, state: PoolState, pages: IntArray) -> None:
-        if not len(pages):
-            return
-        physical = state.rows("virtual_to_physical", pages)
-        lowest, highest = int(physical.min()), int(physical.max())
-        if lowest < 0:
-            without = pages[physical < 0]
-            raise CheckFailure("C1", f"handed out virtual page(s) {shown(without)} without a place", state.name,
-                               without.tolist(), "a physical page", "-1")  # fmt: skip
-        if lowest < state.min_page_index or highest >= state.num_pages:
-            outside = (physical < state.min_page_index) | (physical >= state.num_pages)
-            raise CheckFailure("C5", f"handed out physical page(s) {shown(physical[outside])}, outside the pool", state.name,
-                               pages[outside].tolist(), f"{state.min_page_index} to {state.num_pages - 1}")  # fmt: skip
-        taken = state.taken(physical)
-        if np.count_nonzero(taken) and self.on("C2"):
-            raise CheckFailure("C2", f"handed out physical page(s) {shown(physical[taken])}, which are live", state.name,
-                               [int(page) for page in state.placed_virtual[physical[taken]] if page > 0])  # fmt: skip
-        self.hazards.judge_handed_out(state, physical)
-        state.placed_virtual[physical] = pages
-        state.placed_physical[pages] = physical
-        state.changes += 1
-        if self.on("C1"):
-            check_places(state, physical)
-            self.hold("C1", len(pages))
-        if self.on("C5"):
-            low, high = state.band()
-            if lowest < low or highest >= high:
-                check_inside(state, physical)
-            check_frontiers(self.chain, self.total_bytes)
-            self.hold("C5")
 
     def before_free(self, state: PoolState, pages: IntArray) -> None:
         """The last chance to look at what these pages hold."""
