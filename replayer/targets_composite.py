@@ -1,7 +1,8 @@
 """Composites by name: what a trace of level ``composite`` is driven against.
 
-``kvtape`` is this project's own, ``module:End`` and ``module:End,module:Float`` are its composites over sub-pools of these classes, and
-``module:Composite`` is any class that takes the arguments of `allocator.UnifiedSWATokenToKVPoolAllocator` or of one of its siblings.
+``kvtape`` is this project's own, ``sglang`` SGLang's (where installed), ``module:End`` and ``module:End,module:Float`` are our composites
+over sub-pools of these classes, and ``module:Composite`` is any class that takes the arguments of
+`allocator.UnifiedSWATokenToKVPoolAllocator` or of one of its siblings.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from recorder.trace import Header, ImpossibleEvent, PoolHeader
 from replayer.content import KVStore
 from replayer.errors import UsageError
 from replayer.targets import TargetOptions, loaded_classes, not_made, prepare
+from replayer.targets_sglang_composite import MEMBERS, build_sglang_composite
 
-#: Pools of a composite, and where it keeps their allocators: SGLang's names.
-MEMBERS = {"full": "full_attn_allocator", "swa": "swa_attn_allocator", "mamba": "mamba_allocator"}
 #: Names a composite must have to be driven.
 REQUIRED = (
     "alloc", "alloc_extend", "alloc_decode", "free", "free_segment", "free_group_begin", "free_group_end", "available_size",
@@ -37,10 +37,29 @@ def build_composite(
         UsageError: a class that is not there or does not fit.
         ImpossibleEvent: pools that make no composite, or whose sizes do not follow from the header's bytes.
     """
+    pools = {pool.name: pool for pool in header.pools}
+    _require_members(pools)
+    if options.allocator == "sglang":
+        made, slots = build_sglang_composite(header, stores, maxima=_maxima(header), slots=_slots(header))
+    else:
+        made, slots = _build(header, options, buffer, stores)
+    wanted = REQUIRED + (REQUIRED_WITH_WINDOW if "swa" in pools else ())
+    missing = [name for name in (*wanted, *(MEMBERS[name] for name in pools)) if not hasattr(made, name)]
+    if missing:
+        raise UsageError(f"{type(made).__name__} lacks {', '.join(missing)}, which a replay drives or reads")
+    members = {name: getattr(made, MEMBERS[name]) for name in pools}
+    for name, member in members.items():
+        prepare(member, pools[name], header)
+    return made, slots, members
+
+
+def _build(
+    header: Header, options: TargetOptions, buffer: Any, stores: dict[str, KVStore]
+) -> tuple[Any, Any]:
+    """Ours, or one that takes the same arguments; and its slot allocator."""
     from allocator import AllocatorError, UnifiedMambaSlotAllocator
 
     pools = {pool.name: pool for pool in header.pools}
-    _require_members(pools)
     full = pools["full"]
     arguments: dict[str, Any] = {
         "unified_buffer": buffer,
@@ -50,15 +69,14 @@ def build_composite(
         "device": options.device,
         "page_size": full.page_size,
         "lazy_compaction": full.lazy_compaction,
+        **_maxima(header),
     }
-    if "swa" in pools:
-        arguments |= _maxima(header)
     if len(pools) == 3:
         arguments["mamba_kvcache"] = stores["mamba"]
     chosen, classes = _class_for(pools, options)
+    slots = None
     try:
         made = chosen(**arguments, **classes)
-        slots = None
         if "mamba" in pools:
             slots = UnifiedMambaSlotAllocator(made.mamba_allocator, _slots(header), options.device)
     except AllocatorError as error:
@@ -71,14 +89,7 @@ def build_composite(
         if options.allocator == "kvtape":
             raise
         raise not_made(chosen, error) from None
-    wanted = REQUIRED + (REQUIRED_WITH_WINDOW if "swa" in pools else ())
-    missing = [name for name in (*wanted, *(MEMBERS[name] for name in pools)) if not hasattr(made, name)]
-    if missing:
-        raise UsageError(f"{type(made).__name__} lacks {', '.join(missing)}, which a replay drives or reads")
-    members = {name: getattr(made, MEMBERS[name]) for name in pools}
-    for name, member in members.items():
-        prepare(member, pools[name], header)
-    return made, slots, members
+    return made, slots
 
 
 def _require_members(pools: dict[str, PoolHeader]) -> None:
@@ -124,10 +135,6 @@ def _class_for(pools: dict[str, PoolHeader], options: TargetOptions) -> tuple[ty
         frozenset({"full", "mamba"}): UnifiedMambaTokenToKVPoolAllocator,
         frozenset({"full", "swa", "mamba"}): UnifiedMambaSWATokenToKVPoolAllocator,
     }[frozenset(pools)]
-    if options.allocator == "sglang":
-        raise UsageError(
-            "--allocator sglang: a trace of level composite is driven against kvtape's composites or MODULE:CLASS"
-        )
     end_class, float_class = loaded_classes(options.allocator)
     if not hasattr(end_class, "flush_for_allocation"):  # what every sub-pool has, and no composite
         named_strategy = {"strategy": options.strategy} if options.strategy != "batched" else {}
@@ -141,7 +148,9 @@ def _class_for(pools: dict[str, PoolHeader], options: TargetOptions) -> tuple[ty
 
 
 def _maxima(header: Header) -> dict[str, int]:
-    """SGLang's two arguments about the most tokens of each side; for three pools they are a must."""
+    """SGLang's two arguments about the most tokens of each side; for three pools they are a must, without a window there are none."""
+    if not any(pool.name == "swa" for pool in header.pools):
+        return {}
     names = ("full_max_total_num_tokens", "swa_max_total_num_tokens")
     given = {name: header.settings[name] for name in names if name in header.settings}
     for name, value in given.items():

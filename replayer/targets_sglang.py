@@ -24,6 +24,7 @@ ALLOCATOR_MODULE = "sglang.srt.mem_cache.allocator.unified_sub_pool"
 OLDER_ALLOCATOR_MODULE = "sglang.srt.mem_cache.multi_ended_allocator"
 PAGED_MODULE = "sglang.srt.mem_cache.allocator.paged"
 POOL_MODULE = "sglang.srt.mem_cache.unified_memory_pool"
+CONTEXT_MODULE = "sglang.srt.runtime_context"
 
 
 def sglang_version() -> str | None:
@@ -52,7 +53,7 @@ def build_sglang_pools(
         UsageError: SGLang is not installed here, does not import, or refuses these pools.
     """
     allocators = _allocators(older)
-    buffer = _BufferSizes(header, _import(POOL_MODULE).SubPoolSpec)
+    buffer = HeaderBuffer(header, import_sglang(POOL_MODULE).SubPoolSpec)
     install_cpu_stand_ins(allocators)
     made = {pool.name: _build(allocators, pool, buffer, kvcache_for(pool.name)) for pool in header.pools}
     if "move_cap" in header.settings:
@@ -70,7 +71,7 @@ def build_sglang_pools(
     return made
 
 
-def _build(allocators: Any, pool: PoolHeader, buffer: _BufferSizes, kvcache: Any) -> Any:
+def _build(allocators: Any, pool: PoolHeader, buffer: HeaderBuffer, kvcache: Any) -> Any:
     is_float = pool.grow_direction == "float"
     chosen = allocators.FloatMultiEndedAllocator if is_float else allocators.MultiEndedAllocator
     arguments: dict[str, Any] = {}
@@ -94,7 +95,7 @@ def _build(allocators: Any, pool: PoolHeader, buffer: _BufferSizes, kvcache: Any
     return made
 
 
-class _BufferSizes:
+class HeaderBuffer:
     """What an allocator reads of SGLang's ``UnifiedKVPool``: sizes and specs. The bytes themselves, up to the memory of a whole GPU,
     are not needed to decide where a page goes."""
 
@@ -118,6 +119,10 @@ class _BufferSizes:
     def max_slots(self, name: str) -> int:
         return self.total_bytes // self._entry_bytes[name]
 
+    def mha_spec(self, name: str) -> Any:
+        """The same; a composite asks it for its ``store_dtype``."""
+        return self._specs[name]
+
     def min_slot_index(self, name: str) -> int:
         return -(-self._reserved_floor // self._entry_bytes[name])
 
@@ -125,7 +130,11 @@ class _BufferSizes:
 def _spec(pool: PoolHeader, spec_base: type[Any]) -> Any:
     """A sub-pool spec of SGLang's kind that knows the size of an entry; the allocators ask for nothing else of its layout."""
     entry_bytes = pool.entry_bytes
-    answers = {"entry_bytes": lambda self: entry_bytes, "get_dtype": lambda self: torch.uint8}
+    answers = {
+        "entry_bytes": lambda self: entry_bytes,
+        "get_dtype": lambda self: torch.uint8,
+        "store_dtype": torch.uint8,
+    }
     of_entry_bytes = type("HeaderSubPoolSpec", (spec_base,), answers)
     direction = pool.grow_direction if pool.grow_direction in ("up", "float") else "down"
     return of_entry_bytes(name=pool.name, layer_num=pool.layer_num, grow_direction=direction)
@@ -134,14 +143,19 @@ def _spec(pool: PoolHeader, spec_base: type[Any]) -> Any:
 def _allocators(older: bool) -> Any:
     """The module that has the allocators; the one before 0.5.20 only if ``older`` and there is no other."""
     try:
-        return _import(ALLOCATOR_MODULE)
+        return import_sglang(ALLOCATOR_MODULE)
     except UsageError:
         if not older or sglang_version() is None:
             raise
-        return _import(OLDER_ALLOCATOR_MODULE)
+        return import_sglang(OLDER_ALLOCATOR_MODULE)
 
 
-def _import(module: str) -> Any:
+def import_sglang(module: str) -> Any:
+    """A module of SGLang's; warnings of what it imports on the way are its business.
+
+    Raises:
+        UsageError: it cannot be imported, in words that say what to do.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -168,18 +182,37 @@ def install_cpu_stand_ins(allocators: Any = None) -> None:
     """
     if torch.cuda.is_available() or _replaced:
         return
-    allocators = allocators or _import(ALLOCATOR_MODULE)
-    naive = _import(PAGED_MODULE).alloc_extend_naive
+    allocators = allocators or import_sglang(ALLOCATOR_MODULE)
+    naive = import_sglang(PAGED_MODULE).alloc_extend_naive
     _replace(torch.cuda, "current_stream", _current_stream)
     _replace(allocators, "alloc_extend_kernel", _PagedKernel(_extend_with(naive)))
     _replace(allocators, "alloc_decode_kernel", _PagedKernel(_decode_with(naive)))
 
 
 def remove_cpu_stand_ins() -> None:
-    """Give back what `install_cpu_stand_ins` replaced."""
+    """Give back what `install_cpu_stand_ins` replaced, and take back what `install_single_rank` said."""
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
+    while _told:
+        _told.pop().clear_stamp()
+
+
+def install_single_rank() -> None:
+    """Say that there is one rank, where no server has said how many: SGLang's composites ask whenever they count tokens.
+
+    It stays said for the process; `remove_cpu_stand_ins` takes it back.
+    """
+    parallel = import_sglang(CONTEXT_MODULE).get_parallel()
+    try:
+        parallel.attn_dcp_size  # noqa: B018 - it raises where nobody has said
+    except (ValueError, RuntimeError):
+        parallel.override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
+        _told.append(parallel)
+
+
+#: SGLang's parallel contexts that `install_single_rank` has spoken to.
+_told: list[Any] = []
 
 
 _replaced: list[tuple[Any, str, Any]] = []
@@ -194,7 +227,7 @@ def _replace(owner: Any, name: str, stand_in: Any) -> None:
 def without_profiler_ranges() -> Iterator[None]:
     """Inside the block SGLang's allocators open no ``torch.profiler.record_function`` range, which each of their methods otherwise
     does, whether anybody profiles or not."""
-    allocators = _import(ALLOCATOR_MODULE)
+    allocators = import_sglang(ALLOCATOR_MODULE)
     original = allocators.record_function
     allocators.record_function = _NoRange
     try:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -46,15 +45,7 @@ def of_sglang() -> dict[str, list[str]]:
 
 
 def main() -> int:
-    from allocator import sglang_plugin
-    from replayer.targets_sglang import install_cpu_stand_ins
-
-    install_cpu_stand_ins()
-    for name in sglang_plugin.USERS:
-        importlib.import_module(name)
-    parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
-    with parallel.override(attn_dcp_size=1, attn_dcp_rank=0):
-        FILE.write_text(json.dumps(of_sglang(), indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(of_sglang(), indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from replayer.targets_sglang import POOL_MODULE
+from replayer.targets_sglang_composite import join_sglang_pools, sglang_slots
 
 LAYOUTS = ("full and swa", "full and mamba", "full, swa and mamba")
 
@@ -32,9 +34,7 @@ class Pages:
 
 def composite(layout: str, page_size: int, *, lazy: bool, layers: tuple[int, int] = (1, 3)) -> Any:
     """SGLang's composite for a layout of `LAYOUTS`, of whichever classes stand in its modules now."""
-    memory = importlib.import_module("sglang.srt.mem_cache.unified_memory_pool")
-    hybrid = importlib.import_module("sglang.srt.mem_cache.allocator.unified_hybrid_swa")
-    mamba = importlib.import_module("sglang.srt.mem_cache.allocator.unified_mamba")
+    memory = importlib.import_module(POOL_MODULE)
 
     def tokens(name: str, layers: int, direction: str) -> Any:
         return memory.MHASubPoolSpec(
@@ -54,19 +54,10 @@ def composite(layout: str, page_size: int, *, lazy: bool, layers: tuple[int, int
         total_bytes=96 * 128 * page_size, sub_pool_specs=specs, device="cpu", enable_memory_saver=False,
         page_size=page_size,
     )  # fmt: skip
-    common: dict[str, Any] = {
-        "unified_buffer": buffer, "device": "cpu", "page_size": page_size, "lazy_compaction": lazy,
-    }  # fmt: skip
-    kvcache = SimpleNamespace(
-        full_kv_pool=Pages(), swa_kv_pool=Pages(), mamba_pool=Pages(), attach_allocators=lambda **pools: None
-    )
-    if layout == "full and swa":
-        return hybrid.UnifiedSWATokenToKVPoolAllocator(kvcache=kvcache, **common)
-    if layout == "full and mamba":
-        return mamba.UnifiedMambaTokenToKVPoolAllocator(kvcache=kvcache, **common)
-    return hybrid.UnifiedMambaSWATokenToKVPoolAllocator(
-        kvcache=kvcache, mamba_kvcache=Pages(), full_max_total_num_tokens=60 * page_size,
-        swa_max_total_num_tokens=40 * page_size, **common,
+    most = {"full_max_total_num_tokens": 60 * page_size, "swa_max_total_num_tokens": 40 * page_size}
+    return join_sglang_pools(
+        buffer, {spec.name: Pages() for spec in specs}, page_size=page_size, lazy_compaction=lazy,
+        **(most if layout == "full, swa and mamba" else {}),
     )  # fmt: skip
 
 
@@ -82,10 +73,10 @@ class Scheduler:
         self.made, self.chance = made, random.Random(seed)
         self.page_size = made.page_size
         states = getattr(made, "mamba_allocator", None)
-        if states is not None and slot_class is None:
-            memory = importlib.import_module("sglang.srt.mem_cache.unified_memory_pool")
-            slot_class = memory.UnifiedMambaSlotAllocator
-        self.slots = None if states is None else slot_class(states, 12, "cpu")
+        if states is None or slot_class is None:
+            self.slots = sglang_slots(made, 12)
+        else:
+            self.slots = slot_class(states, 12, "cpu")
         self.running: list[torch.Tensor] = []
         self.states: list[torch.Tensor] = []
         self.without_window: list[int] = []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from allocator import STRATEGIES, sglang_plugin
-from replayer.targets_sglang import install_cpu_stand_ins, remove_cpu_stand_ins, sglang_version
+from replayer.targets_sglang import (
+    import_sglang,
+    install_cpu_stand_ins,
+    install_single_rank,
+    remove_cpu_stand_ins,
+    sglang_version,
+)
 from tests.allocator.composite_digests import FILE, of_sglang
 from tests.allocator.composite_program import Program, our_composite
 from tests.engine.composites import LAYOUTS, composite
@@ -28,15 +32,11 @@ STEPS = 120
 
 @pytest.fixture(autouse=True)
 def sglang_on_a_cpu() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what SGLang's modules do on the way in is their business
-        install_cpu_stand_ins()
-        for name in sglang_plugin.USERS:
-            importlib.import_module(name)
-    # Nobody has started a server here.
-    parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
-    with parallel.override(attn_dcp_size=1, attn_dcp_rank=0):
-        yield
+    install_cpu_stand_ins()
+    install_single_rank()
+    for name in sglang_plugin.USERS:
+        import_sglang(name)
+    yield
     remove_cpu_stand_ins()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,13 @@ from allocator.sglang_classes import (
     SglangDeviceMultiEndedAllocator,
     SglangMultiEndedAllocator,
 )
-from replayer.targets_sglang import install_cpu_stand_ins, remove_cpu_stand_ins, sglang_version
+from replayer.targets_sglang import (
+    import_sglang,
+    install_cpu_stand_ins,
+    install_single_rank,
+    remove_cpu_stand_ins,
+    sglang_version,
+)
 from tests.allocator.delayed import NeverReadBack, SlowReadBack
 from tests.engine.composites import LAYOUTS, Scheduler, composite, pools
 
@@ -34,15 +39,11 @@ STEPS = 300
 
 @pytest.fixture(autouse=True)
 def sglang_on_a_cpu() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what SGLang's modules do on the way in is their business
-        install_cpu_stand_ins()
-        for name in sglang_plugin.USERS:
-            importlib.import_module(name)
-    # Nobody has started a server here.
-    parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
-    with parallel.override(attn_dcp_size=1, attn_dcp_rank=0):
-        yield
+    install_cpu_stand_ins()
+    install_single_rank()
+    for name in sglang_plugin.USERS:
+        import_sglang(name)
+    yield
     sglang_plugin.remove()
     remove_cpu_stand_ins()
 
