@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from recorder.trace import EventKind
 from replayer.fuzz.composite_program import CompositeProgram
-from replayer.fuzz.machine import PAGE_SIZES
-from replayer.fuzz.model import Grant, consecutive
+from replayer.fuzz.model import Model, consecutive
+from replayer.fuzz.rules import PAGE_SIZES, Rules
 from replayer.fuzz.shapes import COMPOSITES, Chain, Setting
 
 if TYPE_CHECKING:
     from replayer.fuzz.session import Session
 
 
-class CompositePrograms(RuleBasedStateMachine):
+class CompositePrograms(Rules):
     """`composite_machine_for` gives the class that belongs to a session."""
 
-    session: Session
+    program: CompositeProgram | None
 
     @initialize(
         chain=st.sampled_from(COMPOSITES),
@@ -30,78 +30,69 @@ class CompositePrograms(RuleBasedStateMachine):
         pages=st.integers(8, 90),
     )
     def start(self, chain: Chain, page_size: int, lazy: bool, move_cap: int, pages: int) -> None:
-        self.program: CompositeProgram | None = None
-        self.grants: list[Grant] = []
-        #: Full pages that have a window page; those a group holds are in neither.
-        self.paired: set[int] = set()
-        self.grouped = False
+        self.program = None
+        setting = Setting(chain, page_size, lazy, move_cap, pages)
+        self.model = Model(setting, decodes_single_tokens=False)
         self.slots: list[int] = []
-        self.reserved: list[list[int]] = []
-        self.unfinished: list[int] = []
-        self.forwards = 0
-        names = {shape.name for shape in chain.shapes}
-        self.window, self.states = "swa" in names, "mamba" in names
+        self.window, self.states = "swa" in self.model.shapes, "mamba" in self.model.shapes
         self.size, self.lazy = page_size, lazy
-        self.pools = sorted(names)
-        self.program = self.session.begin_composite(Setting(chain, page_size, lazy, move_cap, pages))
+        self.pools = sorted(self.model.shapes)
+        self.program = self.session.begin_composite(setting)
 
     @property
     def run(self) -> CompositeProgram:
         assert self.program is not None
         return self.program
 
+    @property
+    def paired(self) -> set[int]:
+        """Full pages that have a window page; those a group holds are in neither."""
+        return self.model.bound["swa"] if self.window else set()
+
+    # -- calls on the composite
+
+    def _call_extend(self, pool: str, prefix: list[int], seq: list[int], last: list[int]) -> list[int] | None:
+        return self.run.extend(prefix, seq, last)
+
+    def _call_decode(self, pool: str, seq: list[int], last: list[int]) -> list[int] | None:
+        return self.run.decode(seq, last)
+
+    def _call_group(self, pool: str, *, ends: bool) -> None:
+        if ends:
+            self.run.group_end()
+        else:
+            self.run.group_begin()
+
+    def _grouping_pools(self) -> list[str]:
+        return ["full"]
+
     # -- handing out
 
-    def _granted(self, tokens: list[int], length: int) -> None:
-        self.grants.append(Grant("full", self.size, tokens, length))
-
-    def _pair_new(self, before: set[int], last: int | None = None) -> None:
-        """New pages since ``before`` have window pages, or only the last so many of them."""
+    def _handed_out(self, pool: str, before: set[int], last: int | None = None) -> None:
+        """New pages have window pages, or only the last so many of them."""
         if not self.window:
             return
-        fresh = [page for grant in self.grants for page in grant.pages() if page not in before]
+        fresh = [page for grant in self.model.grants for page in grant.pages() if page not in before]
         self.paired.update(fresh if last is None else fresh[len(fresh) - last :])
 
     def _live(self) -> set[int]:
-        return {page for grant in self.grants for page in grant.pages()}
+        return set(self.model.live_pages("full"))
 
     @rule(pages=st.integers(0, 10), how=st.sampled_from(["some"] * 7 + ["all", "beyond"]))
     def alloc(self, pages: int, how: str) -> None:
+        """Some pages, exactly what is said to be available, or more than that."""
         need = pages * self.size
         if how != "some":
             need = self.run.available(None) + (need if how == "beyond" else 0)
         before = self._live()
-        tokens = self.run.take(need)
-        if tokens:
-            self._granted(tokens, len(tokens))
-            self._pair_new(before)
-
-    @rule(data=st.data(), new=st.lists(st.integers(1, 40), max_size=3), more=st.integers(1, 40))
-    def extend(self, data: st.DataObject, new: list[int], more: int) -> None:
-        grown = self._some_that_grow(data)
-        if not grown and not new:
-            return
-        before = self._live()
-        prefix = [grant.length for grant in grown] + [0] * len(new)
-        seq = [grant.length + more for grant in grown] + new
-        last = [grant.tokens[-1] for grant in grown] + [-1] * len(new)
-        tokens = self.run.extend(prefix, seq, last)
-        if tokens is None:
-            return
-        for grant in grown:
-            grant.tokens += tokens[:more]
-            grant.length += more
-            tokens = tokens[more:]
-        for length in new:
-            self._granted(tokens[:length], length)
-            tokens = tokens[length:]
-        self._pair_new(before)
+        self._granted("full", self.run.take(need))
+        self._handed_out("full", before)
 
     @precondition(lambda self: self.window)
     @rule(data=st.data(), more=st.integers(1, 60), share=st.integers(0, 4), grows=st.booleans())
     def extend_swa_tail(self, data: st.DataObject, more: int, share: int, grows: bool) -> None:
         """Window pages for the last tokens only."""
-        able = [grant for grant in self.grants if grant.grows]
+        able = [grant for grant in self.model.grants if grant.grows]
         grant = data.draw(st.sampled_from(able)) if grows and able else None
         prefix, last = (0, -1) if grant is None else (grant.length, grant.tokens[-1])
         seq, tail = prefix + more, more * share // 4
@@ -110,32 +101,11 @@ class CompositePrograms(RuleBasedStateMachine):
         if tokens is None:
             return
         if grant is None:
-            self._granted(tokens, seq)
+            self._granted("full", tokens, seq)
         else:
-            grant.tokens += tokens
-            grant.length = seq
+            grant.append(tokens)
         first = max(-(-prefix // self.size), (seq - tail) // self.size)
-        self._pair_new(before, -(-seq // self.size) - first if tail else 0)
-
-    @rule(data=st.data())
-    def decode(self, data: st.DataObject) -> None:
-        grown = self._some_that_grow(data) if self.size > 1 else []
-        if not grown:
-            return
-        before = self._live()
-        tokens = self.run.decode([grant.length + 1 for grant in grown], [grant.tokens[-1] for grant in grown])
-        if tokens is not None:
-            for grant, token in zip(grown, tokens, strict=True):
-                grant.tokens.append(token)
-                grant.length += 1
-            self._pair_new(before)
-
-    def _some_that_grow(self, data: st.DataObject) -> list[Grant]:
-        able = [grant for grant in self.grants if grant.grows]
-        if not able:
-            return []
-        chosen = data.draw(st.lists(st.integers(0, len(able) - 1), max_size=3, unique=True))
-        return [able[at] for at in chosen]
+        self._handed_out("full", before, -(-seq // self.size) - first if tail else 0)
 
     @precondition(lambda self: self.window)
     @rule(full=st.integers(0, 20), swa=st.integers(0, 20))
@@ -144,11 +114,11 @@ class CompositePrograms(RuleBasedStateMachine):
 
     # -- giving back
 
-    @precondition(lambda self: bool(self.grants))
+    @precondition(lambda self: bool(self.model.grants))
     @rule(data=st.data(), what=st.sampled_from(["all", "head", "tail", "any"]), segment=st.booleans())
     def free(self, data: st.DataObject, what: str, segment: bool) -> None:
         """Both sides; as a segment only where every page has both."""
-        grant = data.draw(st.sampled_from(self.grants))
+        grant = data.draw(st.sampled_from(self.model.grants))
         pages = self._pages(data, grant, what)
         tokens = grant.take_out(set(pages))
         paired = not self.window or self.paired.issuperset(pages)
@@ -156,14 +126,14 @@ class CompositePrograms(RuleBasedStateMachine):
             self.run.give_segment(EventKind.FREE_SEGMENT, tokens)
         else:
             self.run.give(EventKind.FREE, tokens)
-        self.paired -= set(pages)
-        self._forget_empty()
+        self.paired.difference_update(pages)
+        self.model.forget_empty()
 
     @precondition(lambda self: bool(self.paired))
     @rule(data=st.data(), segment=st.booleans(), too=st.booleans())
     def leave_the_window(self, data: st.DataObject, segment: bool, too: bool) -> None:
         """Window pages of a request's head; pages that have none any more may be named too, but not as a segment."""
-        with_pairs = [grant for grant in self.grants if self.paired.intersection(grant.pages())]
+        with_pairs = [grant for grant in self.model.grants if self.paired.intersection(grant.pages())]
         grant = data.draw(st.sampled_from(with_pairs))
         pages = grant.pages()
         paired = [page for page in pages if page in self.paired]
@@ -174,13 +144,13 @@ class CompositePrograms(RuleBasedStateMachine):
             self.run.give_segment(EventKind.FREE_SWA_SEGMENT, tokens)
         else:
             self.run.give(EventKind.FREE_SWA, tokens)
-        self.paired -= set(chosen)
+        self.paired.difference_update(chosen)
 
     @precondition(lambda self: self.window and bool(self._live() - self.paired))
     @rule(data=st.data(), segment=st.booleans())
     def free_full(self, data: st.DataObject, segment: bool) -> None:
         """The full side of pages that left the window."""
-        able = [grant for grant in self.grants if set(grant.pages()) - self.paired]
+        able = [grant for grant in self.model.grants if set(grant.pages()) - self.paired]
         grant = data.draw(st.sampled_from(able))
         pages = [page for page in grant.pages() if page not in self.paired]
         pages = pages[: data.draw(st.integers(1, len(pages)))]
@@ -189,29 +159,13 @@ class CompositePrograms(RuleBasedStateMachine):
             self.run.give_segment(EventKind.FREE_FULL_SEGMENT, tokens)
         else:
             self.run.give(EventKind.FREE_FULL, tokens)
-        self._forget_empty()
+        self.model.forget_empty()
 
-    @staticmethod
-    def _pages(data: st.DataObject, grant: Grant, what: str) -> list[int]:
-        pages = grant.pages()
-        if what == "all":
-            return pages
-        if what == "any":
-            return data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
-        count = data.draw(st.integers(1, len(pages)))
-        return pages[:count] if what == "head" else pages[-count:]
-
-    def _forget_empty(self) -> None:
-        self.grants = [grant for grant in self.grants if grant.tokens]
-
-    @rule(end=st.booleans())
-    def group(self, end: bool) -> None:
-        if self.grouped and end:
-            self.run.group_end()
-            self.grouped = False
-        elif not self.grouped and not end:
-            self.run.group_begin()
-            self.grouped = True
+    @precondition(lambda self: self.states and bool(self.model.groups))
+    @rule()
+    def flush_deferred_full_frees(self) -> None:
+        """What the group holds goes, and the group stays open."""
+        self.run.flush_deferred_full_frees()
 
     # -- places from a host, and states
 
@@ -220,14 +174,14 @@ class CompositePrograms(RuleBasedStateMachine):
     def reserve(self, pages: int) -> None:
         tokens = self.run.alloc_physical("swa", pages * self.size)
         if tokens:
-            self.reserved.append(tokens)
+            self.model.reservations.append(("swa", tokens))
 
-    @precondition(lambda self: bool(self.reserved))
+    @precondition(lambda self: bool(self.model.reservations))
     @rule(maps=st.booleans())
     def end_reservation(self, maps: bool) -> None:
         """Window pages come back to requests that had lost them, or the load is given up."""
-        places = self.reserved.pop()
-        bare = sorted(self._live() - self.paired)[: len(places) // self.size]
+        _, places = self.model.reservations.pop()
+        bare = self.model.unbound("swa")[: len(places) // self.size]
         if not maps or len(bare) * self.size < len(places):
             self.run.free_physical("swa", places, cancel=True)
             return
@@ -260,46 +214,25 @@ class CompositePrograms(RuleBasedStateMachine):
         else:
             self.run.flush_all()
 
-    @precondition(lambda self: self.lazy and bool(self.grants))
+    @precondition(lambda self: self.lazy and bool(self.model.grants))
     @rule(data=st.data(), done=st.booleans())
     def step(self, data: st.DataObject, done: bool) -> None:
         """A batch is launched, pages go while it runs, and what can be packed is packed."""
-        if done and self.unfinished:
-            self.run.forward_done(self.unfinished.pop(0))
-        self.forwards += 1
-        self.unfinished.append(self.forwards)
-        last = [grant.tokens[-1] for grant in self.grants]
+        if done and self.model.unfinished:
+            self.run.forward_done(self.model.unfinished.pop(0))
+        number = self._next_forward()
+        last = [grant.tokens[-1] for grant in self.model.grants]
         writes = data.draw(st.lists(st.sampled_from(last), max_size=4, unique=True))
-        self.run.launch(self.forwards, writes or None)
-        grant = data.draw(st.sampled_from(self.grants))
+        self.run.launch(number, writes or None)
+        grant = data.draw(st.sampled_from(self.model.grants))
         pages = self._pages(data, grant, "any")
         self.run.give(EventKind.FREE, grant.take_out(set(pages)))
-        self.paired -= set(pages)
-        self._forget_empty()
+        self.paired.difference_update(pages)
+        self.model.forget_empty()
         self.run.flush_all()
 
-    @precondition(lambda self: bool(self.unfinished))
-    @rule()
-    def forward_done(self) -> None:
-        self.run.forward_done(self.unfinished.pop(0))
-
-    @precondition(lambda self: self.lazy)
-    @rule(shut=st.sampled_from([False, False, True]))
-    def gate(self, shut: bool) -> None:
-        if shut == self.run.reference.gate_open:
-            self.run.move_gate(is_open=not shut)
-
-    @precondition(lambda self: self.forwards > 2 and not self.grouped)
-    @rule(really=st.sampled_from([False, False, False, True]))
-    def clear(self, really: bool) -> None:
-        if really:
-            self.run.clear()
-            self.grants, self.paired, self.slots, self.reserved = [], set(), [], []
-
-    def teardown(self) -> None:
-        program = getattr(self, "program", None)
-        if program is not None:
-            self.session.finish(program)
+    def _cleared(self) -> None:
+        self.slots = []
 
 
 def composite_machine_for(session: Session) -> type[CompositePrograms]:

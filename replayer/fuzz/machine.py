@@ -5,22 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
-from replayer.fuzz.model import Grant, Model, consecutive
-from replayer.fuzz.program import Program
+from replayer.fuzz.model import Model, consecutive
+from replayer.fuzz.rules import PAGE_SIZES, Rules
 from replayer.fuzz.shapes import CHAINS, Setting
 
 if TYPE_CHECKING:
     from replayer.fuzz.session import Session
 
-PAGE_SIZES = (1, 2, 4, 16, 64)
 
-
-class Programs(RuleBasedStateMachine):
+class Programs(Rules):
     """`machine_for` gives the class that belongs to a session."""
-
-    session: Session
 
     @initialize(
         chain=st.sampled_from(CHAINS),
@@ -39,17 +35,27 @@ class Programs(RuleBasedStateMachine):
             # SGLang 0.5.23 looks at the bound after a move: with a bound of 0 it moves one page, and so do we not.
             move_cap = max(move_cap, 1)
         setting = Setting(taken, page_size, lazy, move_cap, pages)
-        self.program: Program | None = None
+        self.program = None
         self.model = Model(setting, decodes_single_tokens=not self.session.with_sglang)
         # Loads from the host need lazy compaction: while places are reserved nothing may move, and an eager free always would.
         self.reserves = reserves and lazy
         self.program = self.session.begin(setting)
 
-    # -- handing out
+    # -- calls on sub-pools
 
-    def _granted(self, pool: str, tokens: list[int] | None) -> None:
-        if tokens:
-            self.model.grants.append(Grant(pool, self.model.page_size[pool], tokens, len(tokens)))
+    def _call_extend(self, pool: str, prefix: list[int], seq: list[int], last: list[int]) -> list[int] | None:
+        return self.run.alloc_extend(pool, prefix, seq, last)
+
+    def _call_decode(self, pool: str, seq: list[int], last: list[int]) -> list[int] | None:
+        return self.run.alloc_decode(pool, seq, last)
+
+    def _call_group(self, pool: str, *, ends: bool) -> None:
+        (self.run.free_group_end if ends else self.run.free_group_begin)(pool)
+
+    def _grouping_pools(self) -> list[str]:
+        return self.model.owners
+
+    # -- handing out
 
     @rule(data=st.data(), pages=st.integers(0, 12), how=st.sampled_from(["some"] * 7 + ["all", "beyond"]))
     def alloc(self, data: st.DataObject, pages: int, how: str) -> None:
@@ -60,56 +66,6 @@ class Programs(RuleBasedStateMachine):
         if how != "some":
             need = self.run.available(pool) + (need if how == "beyond" else 0)
         self._granted(pool, self.run.alloc(pool, need))
-
-    @rule(data=st.data(), new=st.lists(st.integers(1, 40), max_size=3), more=st.integers(1, 40))
-    def extend(self, data: st.DataObject, new: list[int], more: int) -> None:
-        """Some requests grow by ``more`` tokens, others begin."""
-        if not self.model.token_owners:
-            return
-        pool = data.draw(st.sampled_from(self.model.token_owners))
-        grown = self._some_that_grow(data, pool)
-        if not grown and not new:
-            return
-        prefix = [grant.length for grant in grown] + [0] * len(new)
-        seq = [grant.length + more for grant in grown] + new
-        last = [grant.tokens[-1] for grant in grown] + [-1] * len(new)
-        tokens = self.run.alloc_extend(pool, prefix, seq, last)
-        if tokens is None:
-            return
-        for grant in grown:
-            grant.tokens += tokens[:more]
-            grant.length += more
-            tokens = tokens[more:]
-        for length in new:
-            self._granted(pool, tokens[:length])
-            tokens = tokens[length:]
-
-    @rule(data=st.data())
-    def decode(self, data: st.DataObject) -> None:
-        if not self.model.decoding_owners:
-            return
-        pool = data.draw(st.sampled_from(self.model.decoding_owners))
-        grown = self._some_that_grow(data, pool)
-        if not grown:
-            return
-        tokens = self.run.alloc_decode(
-            pool, [grant.length + 1 for grant in grown], [grant.tokens[-1] for grant in grown]
-        )
-        if tokens is not None:
-            for grant, token in zip(grown, tokens, strict=True):
-                grant.tokens.append(token)
-                grant.length += 1
-
-    def _some_that_grow(self, data: st.DataObject, pool: str) -> list[Grant]:
-        able = [grant for grant in self.model.grants if grant.pool == pool and grant.grows]
-        return self._some(data, able, 3)
-
-    @staticmethod
-    def _some(data: st.DataObject, things: list[Grant], most: int) -> list[Grant]:
-        if not things:
-            return []
-        chosen = data.draw(st.lists(st.integers(0, len(things) - 1), min_size=1, max_size=most, unique=True))
-        return [things[at] for at in chosen]
 
     @precondition(lambda self: bool(self.model.guests))
     @rule(data=st.data(), most=st.integers(1, 12))
@@ -216,16 +172,6 @@ class Programs(RuleBasedStateMachine):
         self.model.forget_empty()
 
     @staticmethod
-    def _pages(data: st.DataObject, grant: Grant, what: str) -> list[int]:
-        pages = grant.pages()
-        if what == "all":
-            return pages
-        if what == "any":
-            return data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
-        count = data.draw(st.integers(1, len(pages)))
-        return pages[:count] if what == "head" else pages[-count:]
-
-    @staticmethod
     def _one_a_page(data: st.DataObject, tokens: list[int], size: int) -> list[int]:
         by_page: dict[int, list[int]] = {}
         for token in tokens:
@@ -251,21 +197,6 @@ class Programs(RuleBasedStateMachine):
         guest = data.draw(st.sampled_from([name for name, pages in self.model.bound.items() if pages]))
         self._free_bound(guest, sorted(self.model.bound[guest])[:most])
 
-    @rule(data=st.data())
-    def group_begin(self, data: st.DataObject) -> None:
-        closed = [name for name in self.model.owners if name not in self.model.groups]
-        if closed:
-            pool = data.draw(st.sampled_from(closed))
-            self.run.free_group_begin(pool)
-            self.model.groups.add(pool)
-
-    @precondition(lambda self: bool(self.model.groups))
-    @rule(data=st.data())
-    def group_end(self, data: st.DataObject) -> None:
-        pool = data.draw(st.sampled_from(sorted(self.model.groups)))
-        self.run.free_group_end(pool)
-        self.model.groups.remove(pool)
-
     # -- packing
 
     @rule(data=st.data(), urgent=st.booleans())
@@ -290,44 +221,13 @@ class Programs(RuleBasedStateMachine):
         self._launch(data, padded)
 
     def _launch(self, data: st.DataObject, padded: bool) -> None:
-        self.model.forwards += 1
-        self.model.unfinished.append(self.model.forwards)
+        number = self._next_forward()
         for pool in self.model.lazy:
             able = self.model.tokens_to_write(pool)
             writes = data.draw(st.lists(st.sampled_from(able), max_size=4, unique=True)) if able else []
             if padded and writes:
                 writes = [*writes, 0, 0]
-            self.run.forward_begin(pool, self.model.forwards, writes or None)
-
-    @precondition(lambda self: bool(self.model.unfinished))
-    @rule()
-    def forward_done(self) -> None:
-        self.run.forward_done(self.model.unfinished.pop(0))
-
-    @precondition(lambda self: bool(self.model.lazy))
-    @rule(shut=st.sampled_from([False, False, True]))
-    def gate(self, shut: bool) -> None:
-        if shut == self.run.reference.gate_open:
-            self.run.move_gate(is_open=not shut)
-
-    @precondition(lambda self: self.model.forwards > 2 and not self.model.groups)
-    @rule(really=st.sampled_from([False, False, False, True]))
-    def clear(self, really: bool) -> None:
-        if really:
-            self.run.clear()
-            self.model.clear()
-
-    # -- the end
-
-    @property
-    def run(self) -> Program:
-        assert self.program is not None
-        return self.program
-
-    def teardown(self) -> None:
-        program = getattr(self, "program", None)
-        if program is not None:
-            self.session.finish(program)
+            self.run.forward_begin(pool, number, writes or None)
 
 
 def machine_for(session: Session) -> type[Programs]:

@@ -25,6 +25,11 @@ class Grant:
         """Pages of the tokens, each once, in the request's order."""
         return list(dict.fromkeys(token // self.page_size for token in self.tokens))
 
+    def append(self, tokens: list[int]) -> None:
+        """The request has grown by these."""
+        self.tokens += tokens
+        self.length += len(tokens)
+
     def take_out(self, pages: set[int]) -> list[int]:
         """Forget these pages; returns their tokens."""
         gone = [token for token in self.tokens if token // self.page_size in pages]

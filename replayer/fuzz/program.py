@@ -312,13 +312,14 @@ class Program:
                         )
         together = reference.joint_figures()
         for side in self.sides[1:]:
-            if side.joint_figures() != together:
-                return Disagreement(
-                    f"after {kind.name.lower()}, the composite's figures are {side.joint_figures()} on {side.name}, "
-                    f"{together} on {reference.name}",
-                    self.seq,
-                    side.target,
-                )
+            for figure, value in side.joint_figures().items():
+                if value != together.get(figure):
+                    return Disagreement(
+                        f"after {kind.name.lower()}, {figure} of the composite is {value} on {side.name}, "
+                        f"{together.get(figure)} on {reference.name}",
+                        self.seq,
+                        side.target,
+                    )
         self.counts["states with pages pending"] += pending
         self.counts["calls behind a shut gate"] += not reference.gate_open
         return None

@@ -179,7 +179,7 @@ class Session:
         while options.rounds is None or self._round < options.rounds:
             if self.seconds >= options.minutes * 60:
                 return
-            chosen_machine = (machine_for, composite_machine_for)[self._joins(self._round)]
+            chosen_machine = (machine_for, composite_machine_for)[_joins(self._round)]
             machine = seed(options.seed * 1_000_003 + self._round)(chosen_machine(self))
             try:
                 run_state_machine_as_test(machine, settings=chosen)
@@ -193,10 +193,6 @@ class Session:
             finally:
                 self._round += 1
                 self.counts["rounds"] = self._round
-
-    def _joins(self, number: int) -> bool:
-        """Whether round ``number`` is one of programs on composites: every third. SGLang's composites are not driven from a header."""
-        return not self.with_sglang and number % 3 == 2
 
     def _keep(self, error: BaseException) -> None:
         if self._found is None:
@@ -216,6 +212,11 @@ class Session:
             f"replay --check-every event --allocator {target.allocator} --strategy {target.strategy} {kept}"
         )
         self.finds.append(Find(f"{disagreement}{flaky}{elsewhere}", kept, command))
+
+
+def _joins(number: int) -> bool:
+    """Whether round ``number`` is one of programs on composites."""
+    return number % 3 == 2
 
 
 def _kept(trace: Path, folder: Path, seed: int) -> Path:

@@ -11,6 +11,7 @@ import torch
 
 from recorder.trace import Header
 from replayer.blame import ids_in, number_in
+from replayer.fuzz.joint import joint_figures, without_known_faults
 from replayer.pool_state import PoolState
 from replayer.targets import TargetOptions, build_target
 
@@ -127,15 +128,12 @@ class Side:
             return self._joint_figures()
 
     def _joint_figures(self) -> dict[str, Any]:
-        names = (
-            "available_size", "full_available_size", "swa_available_size", "schedulable_full_available_size",
-            "schedulable_swa_available_size", "size",
-        )  # fmt: skip
-        found = {name: getattr(self.composite, name, None) for name in names}
-        figures = {name: one() if callable(one) else one for name, one in found.items()}
-        if self.slots is not None:
-            figures["slots"] = self.slots.available_size()
-        return figures
+        if self.composite is None:
+            return {}
+        found = joint_figures(self.composite, self.slots)
+        if self.target.allocator == "sglang":
+            return without_known_faults(self.composite, self.slots, found)
+        return found
 
     def recorded_state(self) -> dict[str, dict[str, int | bytes | None]]:
         """The same as figures of a trace's state frame, so that a replay can compare them (C15)."""
