@@ -9,15 +9,16 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from recorder.trace import EventKind
 from replayer.fuzz.composite_program import CompositeProgram
+from replayer.fuzz.host_rules import HostTierRules
 from replayer.fuzz.model import Model, consecutive
-from replayer.fuzz.rules import PAGE_SIZES, Rules
+from replayer.fuzz.rules import PAGE_SIZES
 from replayer.fuzz.shapes import COMPOSITES, Chain, Setting
 
 if TYPE_CHECKING:
     from replayer.fuzz.session import Session
 
 
-class CompositePrograms(Rules):
+class CompositePrograms(HostTierRules):
     """`composite_machine_for` gives the class that belongs to a session."""
 
     program: CompositeProgram | None
@@ -28,11 +29,13 @@ class CompositePrograms(Rules):
         lazy=st.sampled_from([True, True, True, False]),
         move_cap=st.sampled_from([4096, 4096, 1, 2, 5]),
         pages=st.integers(8, 90),
+        host=st.booleans(),
     )
-    def start(self, chain: Chain, page_size: int, lazy: bool, move_cap: int, pages: int) -> None:
+    def start(self, chain: Chain, page_size: int, lazy: bool, move_cap: int, pages: int, host: bool) -> None:
         self.program = None
         setting = Setting(chain, page_size, lazy, move_cap, pages)
         self.model = Model(setting, decodes_single_tokens=False)
+        self._start_host_tier(there=host and lazy)
         self.slots: list[int] = []
         self.window, self.states = "swa" in self.model.shapes, "mamba" in self.model.shapes
         self.size, self.lazy = page_size, lazy
@@ -120,6 +123,7 @@ class CompositePrograms(Rules):
         """Both sides; as a segment only where every page has both."""
         grant = data.draw(st.sampled_from(self.model.grants))
         pages = self._pages(data, grant, what)
+        self._end_copies_of(pages, "full", "swa")
         tokens = grant.take_out(set(pages))
         paired = not self.window or self.paired.issuperset(pages)
         if segment and paired and consecutive(tokens, pages, self.size):
@@ -140,6 +144,7 @@ class CompositePrograms(Rules):
         chosen = paired[: data.draw(st.integers(1, len(paired)))]
         named = pages[: pages.index(chosen[-1]) + 1] if too and not segment else chosen
         tokens = [token for token in grant.tokens if token // self.size in set(named)]
+        self._end_copies_of(chosen, "swa")
         if segment and consecutive(tokens, chosen, self.size):
             self.run.give_segment(EventKind.FREE_SWA_SEGMENT, tokens)
         else:
@@ -154,6 +159,7 @@ class CompositePrograms(Rules):
         grant = data.draw(st.sampled_from(able))
         pages = [page for page in grant.pages() if page not in self.paired]
         pages = pages[: data.draw(st.integers(1, len(pages)))]
+        self._end_copies_of(pages, "full")
         tokens = grant.take_out(set(pages))
         if segment and consecutive(tokens, pages, self.size):
             self.run.give_segment(EventKind.FREE_FULL_SEGMENT, tokens)
@@ -167,28 +173,7 @@ class CompositePrograms(Rules):
         """What the group holds goes, and the group stays open."""
         self.run.flush_deferred_full_frees()
 
-    # -- places from a host, and states
-
-    @precondition(lambda self: self.window and self.lazy)
-    @rule(pages=st.integers(1, 4))
-    def reserve(self, pages: int) -> None:
-        tokens = self.run.alloc_physical("swa", pages * self.size)
-        if tokens:
-            self.model.reservations.append(("swa", tokens))
-
-    @precondition(lambda self: bool(self.model.reservations))
-    @rule(maps=st.booleans())
-    def end_reservation(self, maps: bool) -> None:
-        """Window pages come back to requests that had lost them, or the load is given up."""
-        _, places = self.model.reservations.pop()
-        bare = self.model.unbound("swa")[: len(places) // self.size]
-        if not maps or len(bare) * self.size < len(places):
-            self.run.free_physical("swa", places, cancel=True)
-            return
-        self.run.set_full_to_swa_mapping(
-            [page * self.size + offset for page in bare for offset in range(self.size)], places
-        )
-        self.paired.update(bare)
+    # -- states
 
     @precondition(lambda self: self.states)
     @rule(count=st.integers(1, 4), prepares=st.booleans())
@@ -226,6 +211,7 @@ class CompositePrograms(Rules):
         self.run.launch(number, writes or None)
         grant = data.draw(st.sampled_from(self.model.grants))
         pages = self._pages(data, grant, "any")
+        self._end_copies_of(pages, "full", "swa")
         self.run.give(EventKind.FREE, grant.take_out(set(pages)))
         self.paired.difference_update(pages)
         self.model.forget_empty()

@@ -114,6 +114,40 @@ class CompositeProgram(Program):
             EventKind.FLUSH_DEFERRED_FULL_FREES, None, lambda side: side.composite.flush_deferred_full_frees()
         )
 
+    # -- copies to and from the host
+
+    def backup(self, number: int, pool: str, places: list[int], slots: list[int], pages: list[int]) -> None:
+        self._copy(EventKind.BACKUP_BEGIN, number, pool, places, slots, pages)
+
+    def load_back(
+        self, number: int, pool: str, places: list[int], slots: list[int], pages: list[int]
+    ) -> None:
+        self._copy(EventKind.LOAD_BACK_BEGIN, number, pool, places, slots, pages)
+
+    def _copy(
+        self, kind: EventKind, number: int, pool: str, places: list[int], slots: list[int], pages: list[int]
+    ) -> None:
+        what = "load" if kind is EventKind.LOAD_BACK_BEGIN else "backup"
+        self._call(
+            kind,
+            pool,
+            lambda side: side.composite.set_hicache_transfer_done_event(
+                (pool, number, what), side.copy(number)
+            ),
+            value=number,
+            list0=places,
+            list1=slots,
+            list2=pages,
+        )
+
+    def copy_done(self, number: int, pool: str) -> None:
+        self._call(
+            EventKind.HOST_COPY_DONE,
+            pool,
+            lambda side: setattr(side.copy(number), "fired", True),
+            value=number,
+        )
+
     # -- states
 
     def prepare_mamba_allocation(self, target_size: int) -> None:

@@ -34,7 +34,7 @@ class Disagreement(AssertionError):
 
 
 class ForwardEnd:
-    """The event at the end of a forward: true from ``forward_done`` on. A stream's wait for it tells the host nothing."""
+    """The event at the end of a forward, or of a copy: true from ``forward_done`` on. A stream's wait for it tells the host nothing."""
 
     def __init__(self) -> None:
         self.fired = False
@@ -70,10 +70,15 @@ class Side:
         self.composite, self.slots = built.composite, built.slots
         self.pools: dict[str, Any] = {name: state.allocator for name, state in self.states.items()}
         self.events: dict[int, ForwardEnd] = {}
+        self.copies: dict[int, ForwardEnd] = {}
         self.gate_open = True
 
     def event(self, number: int) -> ForwardEnd:
         return self.events.setdefault(number, ForwardEnd())
+
+    def copy(self, number: int) -> ForwardEnd:
+        """The end of a copy to or from the host."""
+        return self.copies.setdefault(number, ForwardEnd())
 
     def shut_or_open(self, is_open: bool) -> None:
         self.gate_open = is_open
