@@ -38,6 +38,7 @@ class CompositeDriver(CompositeFrees):
         ids: str,
         flush_every: int = 0,
         flush_when_short: bool = False,
+        int32_rows: bool = False,
     ) -> None:
         self.composite, self.slots = target.composite, target.slots
         self.full = target.pools["full"]
@@ -45,7 +46,7 @@ class CompositeDriver(CompositeFrees):
         self.joint = checks
         super().__init__(
             target.pools, hazards, moves, checks=checks, ledger=ledger, ids=ids,
-            flush_every=flush_every, flush_when_short=flush_when_short,
+            flush_every=flush_every, flush_when_short=flush_when_short, int32_rows=int32_rows,
         )  # fmt: skip
         if self.swa is not None:
             self.ids.share(self.swa, self.full)

@@ -43,6 +43,7 @@ class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
         ids: whether recorded ids are this allocator's own (same placement rule) or are mapped to it.
         flush_every: flush every pool urgently after this many calls; 0 never (engines that never flush).
         flush_when_short: flush a pool urgently before an alloc that the gap beyond its band cannot serve.
+        int32_rows: segments come as they lie in SGLang's ``req_to_token``, int32; else as int64, like all other ids.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
         ids: str,
         flush_every: int = 0,
         flush_when_short: bool = False,
+        int32_rows: bool = False,
     ) -> None:
         super().__init__(pools, hazards, moves, checks, ledger, ids)
+        self._segment_dtype = torch.int32 if int32_rows else torch.int64
         self.flush_every, self.flush_when_short = flush_every, flush_when_short
         self.driven = self.nested = self.refused = 0
         self._asked: list[ReplayEvent] = []
@@ -324,6 +327,9 @@ class Driver(ForwardEvents, TransferEvents, ReservationEvents, FlushEvents):
 
     def _call_free(self, name: str, free: Callable[..., Any], tokens: torch.Tensor, **arguments: Any) -> None:
         """Free ids in a tensor that is overwritten afterwards, as an engine may do with its own: what is queued must be a copy."""
+        if "start_pos" in arguments:
+            # SGLang 0.5.23 keeps a view of an int64 segment that a group holds back (docs/findings.md). Its engine frees rows of int32.
+            tokens = tokens.to(self._segment_dtype)
         if self.checks is None:
             self._call(name, free, tokens, **arguments)
             return

@@ -221,6 +221,7 @@ def _driver(
     policy: dict[str, Any] = {
         "flush_every": options.flush_every,
         "flush_when_short": options.flush_when_short,
+        "int32_rows": options.target.allocator == "sglang",
     }
     if target.composite is None:
         return Driver(target.pools, hazards, moves, checks=checks, ledger=ledger, ids=ids, **policy)

@@ -36,6 +36,8 @@ class HostTierRules(Rules):
         #: Host slots that hold a window page.
         self.hosted: list[int] = []
         self.copies: list[Copy] = []
+        #: Places reserved before a load was queued, which by SGLang's rule ended all reservations: they are freed, not cancelled.
+        self.overdue: list[list[int]] = []
         self.copied = self.host_slots = 0
 
     @precondition(lambda self: self.has_host_tier and bool(self.model.grants))
@@ -103,3 +105,13 @@ class HostTierRules(Rules):
                 self.copied, "swa", [place // size for place in places[::size]], self.hosted[-count:], bare
             )
             self.copies.append(Copy(self.copied, "swa", bare, []))
+            self.overdue += [tokens for _, tokens in self.model.reservations]
+            self.model.reservations.clear()
+
+    @precondition(lambda self: bool(self.overdue))
+    @rule()
+    def free_overdue(self) -> None:
+        self.run.free_physical("swa", self.overdue.pop(), cancel=False)
+
+    def _cleared(self) -> None:
+        self.overdue.clear()

@@ -12,7 +12,7 @@ from replayer.bench import kvtape_candidate, measure, sglang_candidate
 from replayer.bench_calls import check_equal, load_calls
 from replayer.targets_sglang import (
     ALLOCATOR_MODULE,
-    _import,
+    import_sglang,
     remove_cpu_stand_ins,
     sglang_version,
     without_profiler_ranges,
@@ -60,7 +60,7 @@ def test_both_are_measured() -> None:
 
 
 def test_profiler_ranges_are_left_out_inside_the_block_only() -> None:
-    allocators = _import(ALLOCATOR_MODULE)
+    allocators = import_sglang(ALLOCATOR_MODULE)
     assert allocators.record_function is torch.profiler.record_function
     with without_profiler_ranges():
         assert allocators.record_function is not torch.profiler.record_function
