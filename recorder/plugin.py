@@ -23,6 +23,12 @@ def transformers() -> None:
         _start("transformers")
 
 
+def parity() -> None:
+    """Called by `kvtape parity` before the one of its runs that can be recorded."""
+    if wanted():
+        _start("kvtape")
+
+
 _started: set[str] = set()
 
 

@@ -46,10 +46,12 @@ class CommandModule(Protocol):
 
 
 class Command(NamedTuple):
-    """One row of the command table: where the command lives, and its line in ``kvtape --help``."""
+    """One row of the command table: where the command lives, its line in ``kvtape --help``, and ``module:function`` of what the command
+    calls before a run that others may listen to. The table is the one place that names both packages' modules."""
 
     module: str
     help: str
+    plugins: tuple[str, ...] = ()
 
 
 # The help lines are repeated here so that `kvtape --help` imports no command; a test keeps the two equal.
@@ -69,6 +71,7 @@ COMMANDS: dict[str, Command] = {
     "parity": Command(
         "replayer.commands.parity",
         "have a language model generate while its KV pages move, and compare every token with a run in which none do",
+        ("recorder.plugin:parity",),
     ),
     # Found before "bench" is: a trace of that name is ./flush.
     "bench flush": Command(
@@ -151,6 +154,7 @@ def _run_command(name: str, program: str, arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action=_ShowVersion)
     command.add_arguments(parser)
+    parser.set_defaults(plugins=COMMANDS[name].plugins)
     return command.run(parser.parse_args(arguments))
 
 

@@ -3,7 +3,7 @@
 An entry point names an object (a module will do) with
 
     NAME       the engine, as it stands in file names and headers
-    HOST       whose plugin system loads it: "sglang", "vllm", "transformers"
+    HOST       whose plugin system loads it: "sglang", "vllm", "transformers", "kvtape"
     VERSIONS   versions of the host it was tested with; "0.32" stands for every 0.32.x
     installed_version() -> str | None
     attach(recorder) -> None            wraps the engine's functions through `recorder.hooks`
@@ -29,6 +29,7 @@ OWN: Final = {
     "sglang": "recorder.engines.sglang",
     "vllm": "recorder.engines.vllm",
     "transformers": "recorder.engines.transformers",
+    "kvtape": "recorder.engines.parity",
 }
 
 

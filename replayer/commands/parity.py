@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = language_model.load(device)
     requests = load_prompts(tokenizer, args.prompts)
     setup = Setup.for_prompts(len(requests), args.window or None)
-    recording = _recording(args.record, setup, model.shape.name)
+    recording = _recording(args, setup, model.shape.name)
     recorded = "batched" if "batched" in variants else variants[0]
     about = _about(args, device, model.shape.dtype, setup, model.shape.name)
     planted: dict[str, Any] = {"store_class": STORES[args.plant]} if args.plant else {}
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
                 requests,
                 setup,
                 variants,
-                recordings={} if recording is None else {recorded: recording},
+                recordings={recorded: recording},
                 progress=progress,
                 **planted,
             ):
@@ -132,9 +132,8 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _recording(target: Path | None, setup: Setup, model: str) -> Recording | None:
-    if target is None:
-        return None
+def _recording(args: argparse.Namespace, setup: Setup, model: str) -> Recording:
+    """Around the run that is recorded, where it is wanted here or by who called the command (`kvtape record`)."""
     from replayer.parity.recording import Recording
 
     layout = setup.layout
@@ -143,7 +142,7 @@ def _recording(target: Path | None, setup: Setup, model: str) -> Recording | Non
         f"kvtape parity, {model}: continuous batching, prefix reuse and preemption on pools of {setup.small_tokens} tokens, pages of "
         f"{layout.page_size}; one layer in three in pool full, the others ({window}) in pool window"
     )
-    return Recording(target, model, how)
+    return Recording(args.record, model, how, args.plugins)
 
 
 def _about(args: argparse.Namespace, device: str, dtype: Any, setup: Setup, model: str) -> About:
@@ -177,11 +176,11 @@ def _print(
     results: list[Result],
     took: Took,
     interrupted: bool,
-    recording: Recording | None,
+    recording: Recording,
 ) -> None:
     from replayer.parity.report import draw, figures
 
-    path = None if recording is None else recording.path
+    path = recording.path
     if as_json:
         found = figures(about, results, took, interrupted=interrupted)
         print(json.dumps({**found, "recorded": None if path is None else str(path)}, indent=1))

@@ -7,49 +7,19 @@ room changes nothing that a later one could notice, and is not in the schedule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from replayer.parity.attention import PagedBatch, Rows
 from replayer.parity.forwards import forward_done
 from replayer.parity.language_model import LanguageModel
+from replayer.parity.notices import Notices
 from replayer.parity.pools import FULL, WINDOW, KVPools
 from replayer.parity.prefix_cache import Node, PrefixCache
 from replayer.parity.requests import Generation, Request, Running
 from replayer.parity.sampling import choose, top_logprobs
 from replayer.parity.schedule import Decode, Evict, Extend, Operation, Preempt
-
-
-class Observer(Protocol):
-    """Told what happens to requests and forwards besides calls on the allocators: the recorder."""
-
-    def for_request(self, name: str) -> AbstractContextManager[None]: ...
-
-    def arrived(self, name: str, tokens: int) -> None: ...
-
-    def preempted(self, name: str, tokens: int) -> None: ...
-
-    def finished(self, name: str, tokens: int) -> None: ...
-
-    def forward_done(self, event: Any) -> None: ...
-
-
-class Nobody:
-    """Nobody listens."""
-
-    def for_request(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def arrived(self, name: str, tokens: int) -> None: ...
-
-    def preempted(self, name: str, tokens: int) -> None: ...
-
-    def finished(self, name: str, tokens: int) -> None: ...
-
-    def forward_done(self, event: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,12 +47,11 @@ class Engine:
         model: LanguageModel,
         pools: KVPools,
         requests: Sequence[Request],
-        observer: Observer | None = None,
         *,
         flushes_between: bool = True,
     ) -> None:
         self.model, self.pools = model, pools
-        self.observer = observer or Nobody()
+        self.notices = Notices()
         self.cache = PrefixCache(pools.page_size, pools.window.window)
         self.waiting: list[Request] = list(requests)
         self.running: list[Running] = []
@@ -115,7 +84,7 @@ class Engine:
             self.cache.touch(turn.running.path)
             if request.name not in self._arrived:
                 self._arrived.add(request.name)
-                self.observer.arrived(request.name, len(request.input_ids))
+                self.notices.arrived(request.name, len(request.input_ids))
         self._forward(turns)
         return None
 
@@ -150,7 +119,7 @@ class Engine:
         """Take a running request's pages away; it waits, first in line, and keeps what it has generated."""
         (running,) = (each for each in self.running if each.request.name == name)
         self.schedule.append(Preempt(name))
-        self.observer.preempted(name, running.length)
+        self.notices.preempted(name, running.length)
         self._leave(running)
         self.waiting.insert(0, running.request)
 
@@ -211,10 +180,10 @@ class Engine:
         if self._flushes_between:
             self.pools.flush_opportunistic()
         done.synchronize()
-        self.observer.forward_done(done)
+        self.notices.forward_done(done)
         ids, logprobs = top_logprobs(logits)
         for turn, top_ids, top_values in zip(turns, ids, logprobs, strict=True):
-            with self.observer.for_request(turn.running.request.name):
+            with self.notices.for_request(turn.running.request.name):
                 self._advance(turn.running, top_ids, top_values)
 
     def _advance(self, running: Running, top_ids: list[int], top_values: list[float]) -> None:
@@ -228,7 +197,7 @@ class Engine:
         made.top_logprobs.append(top_values)
         self._share_prompt(running)
         if len(made.output_ids) == request.max_new_tokens:
-            self.observer.finished(request.name, running.length)
+            self.notices.finished(request.name, running.length)
             self._leave(running)
         else:
             self._slide_window(running)

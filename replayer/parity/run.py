@@ -14,7 +14,7 @@ from typing import Any
 
 from allocator import STRATEGIES, UnifiedMHATokenToKVPool
 from replayer.parity.compare import Comparison, compare
-from replayer.parity.engine import Engine, Observer
+from replayer.parity.engine import Engine
 from replayer.parity.errors import ReferenceMoved, ScheduleMismatch
 from replayer.parity.flushes import FlushLog
 from replayer.parity.language_model import LanguageModel
@@ -97,7 +97,7 @@ def check(
     Args:
         variants: of `VARIANTS`.
         store_class: moves the small pools' bytes; another one than the default is a planted fault.
-        recordings: runs that are recorded, by variant.
+        recordings: around runs that can be recorded, by variant.
         progress: told how many requests have just finished, in any run.
 
     Raises:
@@ -114,7 +114,7 @@ def check(
             if name == EAGER and references:
                 run = _like(references[0], name, model, requests, setup, allocation, progress)
             if run is None:
-                run = _run(name, model, requests, setup, allocation, _serving(setup, progress), recording)
+                run = _run(name, model, requests, setup, allocation, _serving(setup, progress))
         reference = next((each for each in references if each.schedule == run.schedule), None)
         if reference is None:
             reference = _reference(model, requests, setup, run.schedule, progress)
@@ -138,7 +138,7 @@ def _like(
     """The reference's schedule again, on small pools, or None if they are short at some point. An eager pool never has holes, so what
     fits a lazy one fits it too; by itself it would find room a little earlier, and need a reference of its own."""
     try:
-        return _run(name, model, requests, setup, allocation, _following(reference.schedule, progress), None)
+        return _run(name, model, requests, setup, allocation, _following(reference.schedule, progress))
     except ScheduleMismatch:
         return None
 
@@ -161,7 +161,6 @@ def _reference(
         setup,
         Allocation(setup.large_tokens),
         _following(schedule, progress),
-        None,
         flushes_between=False,
     )
     if run.flushes["pages_moved"]:
@@ -179,13 +178,12 @@ def _run(
     setup: Setup,
     allocation: Allocation,
     drive: Callable[[Engine], None],
-    observer: Observer | None,
     *,
     flushes_between: bool = True,
 ) -> Run:
     begin = perf_counter()
     with FlushLog(model.shape.device) as log:
         pools = KVPools(model.shape, setup.layout, allocation, log)
-        engine = Engine(model, pools, requests, observer, flushes_between=flushes_between)
+        engine = Engine(model, pools, requests, flushes_between=flushes_between)
         drive(engine)
         return Run(name, engine.generations, engine.schedule, log.summary(), perf_counter() - begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,17 @@ import pytest
 import torch
 
 from recorder import process
+from recorder.engines import parity, registry
 from recorder.trace import EventKind, MarkCode, TraceReader
+from replayer import __version__
 from replayer.console import print_rich
 from replayer.errors import UsageError
+from replayer.main import COMMANDS
 from replayer.parity.compare import OUTPUT_ID, TOP_LOGPROBS, compare
 from replayer.parity.errors import ReferenceMoved
 from replayer.parity.plants import PLANTS
 from replayer.parity.pools import Layout
-from replayer.parity.recording import NAME, NotRecorded, Recording
+from replayer.parity.recording import NotRecorded, Recording
 from replayer.parity.report import About, Took, draw, figures, held
 from replayer.parity.requests import Generation
 from replayer.parity.run import VARIANTS, Result, check
@@ -29,6 +33,7 @@ pytestmark = pytest.mark.cpu
 
 CROWDED = replace(SETUP, small_tokens=150)
 COUNT = 16
+PLUGINS = COMMANDS["parity"].plugins
 TOOK = Took(2.0, 1.0)
 
 
@@ -110,7 +115,7 @@ def test_a_reference_in_which_pages_move_is_none() -> None:
 def test_a_recorded_run_replays_on_every_strategy(
     variant: str, strategies: tuple[str, ...], tmp_path: Path
 ) -> None:
-    recording = Recording(tmp_path / "toy.msgpack.zst", "toy", "a test")
+    recording = Recording(tmp_path / "toy.msgpack.zst", "toy", "a test", PLUGINS)
     requests = toy_requests(COUNT)
     (result,) = check(ToyModel(), requests, CROWDED, [variant], recordings={variant: recording})
     assert held([result]) and recording.path is not None
@@ -123,7 +128,7 @@ def test_a_recorded_run_replays_on_every_strategy(
                 marks[MarkCode(int(code))] += 1
             flushed += int(chunk.result_value[chunk.kind == EventKind.FLUSH].sum())
             done += int((chunk.kind == EventKind.FORWARD_DONE).sum())
-    assert (header.engine, header.provenance.kind, header.model) == (NAME, "recorded", "toy")
+    assert (header.engine, header.provenance.kind, header.model) == (parity.NAME, "recorded", "toy")
     assert [(pool.name, pool.grow_direction) for pool in header.pools] == [("window", "up"), ("full", "down")]
     operations = result.run.operations()
     assert marks[MarkCode.REQUEST_ARRIVE] == marks[MarkCode.REQUEST_FINISH] == COUNT
@@ -138,14 +143,51 @@ def test_a_recorded_run_replays_on_every_strategy(
 
 
 def test_a_recording_that_fails_is_said(tmp_path: Path) -> None:
-    with pytest.raises(NotRecorded, match="no allocator was called"), Recording(tmp_path / "x", "toy", ""):
+    with (
+        pytest.raises(NotRecorded, match="no allocator was called"),
+        Recording(tmp_path / "x", "toy", "", PLUGINS),
+    ):
         pass
     assert process.current() is None
 
 
+def test_without_a_recorder_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NotRecorded, match="no recorder was there"), Recording(tmp_path / "x", "toy", "", ()):
+        pass
+
+
+def test_a_recorder_that_fails_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a mark")
+
+    monkeypatch.setattr(parity, "put_mark", fail)
+    recording = Recording(tmp_path / "x", "toy", "", PLUGINS)
+    with pytest.raises(NotRecorded, match="ZeroDivisionError: a mark"):
+        list(check(ToyModel(), toy_requests(4), CROWDED, ["batched"], recordings={"batched": recording}))
+    assert process.current() is None
+
+
+def test_a_recording_leaves_the_environment_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTAPE_MEMORY", "32M")
+    before = dict(os.environ)
+    recording = Recording(tmp_path / "x", "toy", "", PLUGINS)
+    (result,) = check(ToyModel(), toy_requests(2), CROWDED, ["batched"], recordings={"batched": recording})
+    assert held([result]) and recording.path is not None and dict(os.environ) == before
+
+
+def test_the_engine_that_is_recorded_is_one_the_recorder_knows() -> None:
+    (engine,) = registry.engines(parity.HOST)
+    assert engine is parity
+    assert registry.require_known_version(engine) == __version__
+
+
 def test_one_recording_at_a_time(tmp_path: Path) -> None:
-    with pytest.raises(NotRecorded), Recording(tmp_path / "x", "toy", ""):
-        other = Recording(tmp_path / "y", "toy", "")
+    with pytest.raises(NotRecorded), Recording(tmp_path / "x", "toy", "", PLUGINS):
+        other = Recording(tmp_path / "y", "toy", "", PLUGINS)
         with pytest.raises(UsageError, match="recorded already"):
             other.__enter__()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from recorder import process
+from recorder.engines.parity import NAME
 from recorder.trace import TraceReader
 from replayer.commands import parity as command
 from replayer.main import main
@@ -83,6 +85,33 @@ def test_a_recording_is_named(toy: None, capsys: pytest.CaptureFixture[str], tmp
         footer = reader.find_footer()
     assert footer is not None and footer.events > 100
     assert process.current() is None
+
+
+TOY_COMMAND = """
+import sys
+from replayer.main import main
+from replayer.parity import model
+from tests.parity.test_command import Words
+from tests.parity.toy import ToyModel
+model.load = lambda device: (ToyModel(), Words())
+model.versions = lambda: {"toy": "1"}
+sys.exit(main(["parity", "--device", "cpu", "--prompts", "3", "--strategy", "per-row,batched"]))
+"""
+
+
+def test_kvtape_record_records_the_command_as_any_engine(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = tmp_path / "run.msgpack.zst"
+    assert main(["record", "-o", str(target), "--", sys.executable, "-c", TOY_COMMAND]) == 0
+    said = capfd.readouterr()
+    (written,) = tmp_path.iterdir()
+    assert f"recorded: {written}" in said.out and "as it should" in said.err
+    with TraceReader(written) as reader:
+        header, footer = reader.header, reader.find_footer()
+    assert (header.engine, header.provenance.kind, header.model) == (NAME, "recorded", ToyModel().shape.name)
+    assert header.provenance.how.startswith("kvtape parity, ")
+    assert footer is not None and footer.events > 100 and not footer.reason
 
 
 def test_ctrl_c_gives_the_verdict_so_far(
