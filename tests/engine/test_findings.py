@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from allocator import STRATEGIES
 from replayer.checks import CheckOptions
 from replayer.fuzz.program import Program
 from replayer.fuzz.shapes import CHAINS, Setting
@@ -13,6 +15,7 @@ from replayer.fuzz.sides import Disagreement
 from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
 from replayer.targets_sglang import install_cpu_stand_ins, sglang_version
+from tests.allocator.composite_program import our_composite
 from tests.engine.composites import composite
 
 pytestmark = [
@@ -75,3 +78,37 @@ def test_available_size_of_two_sides_forgets_that_reserved_places_need_ids() -> 
     promised = made.available_size()
     assert promised > 2 and made.alloc(promised) is None
     assert made.alloc(2) is not None
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("full and swa", "free_full_segment"), ("full and mamba", "free_segment")]
+)
+def test_a_segment_of_int64_that_waits_in_a_group_is_the_callers_own(layout: str, kind: str) -> None:
+    """Its engine's rows are int32, and made into int64 a copy."""
+    made = composite(layout, 4, lazy=True)
+    for dtype in (torch.int32, torch.int64):
+        tokens = made.alloc(8)
+        if layout == "full and swa":
+            made.free_swa(tokens)
+        row = tokens.to(dtype, copy=True)
+        made.free_group_begin()
+        getattr(made, kind)(row, start_pos=0)
+        row.fill_(-1)
+        made.free_group_end()
+        if dtype is torch.int32:
+            assert made.full_attn_allocator.free_virtual_ids[-2:].tolist() == (tokens[::4] // 4).tolist()
+        else:
+            assert made.full_attn_allocator.free_virtual_ids[-2:].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ours_takes_a_copy_of_it(strategy: str) -> None:
+    made = our_composite("full and swa", 4, lazy=True, strategy=strategy)
+    tokens = made.alloc(8)
+    pages = (tokens[::4] // 4).tolist()
+    row = tokens.clone()
+    made.free_group_begin()
+    made.free_segment(row, start_pos=0)
+    row.fill_(-1)
+    made.free_group_end()
+    assert made.full_attn_allocator.free_virtual_ids[-2:].tolist() == pages
