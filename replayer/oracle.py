@@ -14,6 +14,8 @@ import numpy.typing as npt
 from replayer.content import IntArray, Mask, Words, offset_words, page_words, same_ids, written_words
 from replayer.tokens import Tokens
 
+_NO_WORD = np.uint64(0)
+
 
 class TraceContradiction(Exception):
     """An event that cannot have happened in this state (frees what is not live, ids out of range): the trace's fault.
@@ -101,6 +103,8 @@ class PoolOracle:
         self.predecessor = np.full(count, -1, dtype=np.int64)
         self.times_written = np.zeros((count, self.page_size), dtype=np.uint8)
         self._times_written = self.times_written.reshape(-1)
+        #: By virtual page: whether a row of ``times_written`` may be anything but zeros.
+        self._is_written = np.zeros(count, dtype=np.bool_)
         self._words = np.zeros(count, dtype=np.uint64)
         self.live_count = 0
 
@@ -119,6 +123,7 @@ class PoolOracle:
         self.live[pages] = True
         self.filled[pages] = filled
         self.times_written[pages] = 0
+        self._is_written[pages] = False
         self.predecessor[pages] = -1
         self.live_count += len(pages)
 
@@ -134,7 +139,7 @@ class PoolOracle:
     def hand_over(self, new_pages: IntArray, old_pages: IntArray) -> None:
         """``new_pages[i]`` takes over the place, and so the contents, of ``old_pages[i]``, which dies."""
         self.generation[new_pages] += 1
-        for column in (self._words, self.filled, self.times_written):
+        for column in (self._words, self.filled, self.times_written, self._is_written):
             column[new_pages] = column[old_pages]
         self.live[new_pages] = True
         self.live[old_pages] = False
@@ -143,6 +148,7 @@ class PoolOracle:
     def written(self, tokens: Tokens) -> Words:
         """A forward has written these tokens: their stamps from now on, uint64 ``[n]``."""
         self._times_written[tokens.ids] += 1
+        self._is_written[tokens.pages] = True
         return self.words_of(tokens)
 
     def adopt(self, pages: IntArray, records: PageRecords) -> None:
@@ -150,6 +156,7 @@ class PoolOracle:
         self._words[pages] = records.words
         self.filled[pages] = records.filled
         self.times_written[pages] = records.times_written
+        self._is_written[pages] = True
 
     # -- expectations
 
@@ -181,12 +188,13 @@ class PoolOracle:
     def page_contents(self, pages: IntArray) -> Words:
         """Stamps of whole pages, uint64 ``[n, page_size]``; tokens not there yet are 0."""
         words = self.whole_page_words(pages)
-        written = self.times_written[pages]
-        if np.count_nonzero(written):
-            words += written_words(written)
+        written = np.flatnonzero(self._is_written[pages])
+        if len(written):
+            words[written] += written_words(self.times_written[pages[written]])
         filled = self.filled[pages]
-        if np.count_nonzero(filled < self.page_size):
-            words[self._numbers_in_page >= filled[:, None]] = 0
+        part = np.flatnonzero(filled < self.page_size)
+        if len(part):
+            words[part] = np.where(self._numbers_in_page < filled[part, None], words[part], _NO_WORD)
         return words
 
     def named_twice(self, pages: IntArray) -> bool:
