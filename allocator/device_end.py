@@ -6,17 +6,20 @@ memory (`allocator.read_back`). Placement is that of the other strategies, call 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Final
 
 import torch
 
-from allocator.device_plan import live_places
+from allocator.device_plan import live_places, selected, sorted_by_rank
 from allocator.errors import CorruptMappingError
 from allocator.late_flush import LateFlush
-from allocator.unsettled import PendingBatch
+from allocator.unsettled import FAR, PendingBatch
 
-#: Places of a window from which on its live pages are not searched one by one: each search walks further then.
-LARGE_WINDOW: Final = 512
+#: Places of a window, or holes, from which on none is treated with a branch of its own: there are too many to predict them.
+LARGE_WINDOW: Final = 1024
+#: Pages of a band for each hole up to which holes are sorted by counting, which passes over the whole band.
+DENSE: Final = 16
 
 
 class DeviceMultiEndedAllocator(LateFlush):
@@ -46,132 +49,164 @@ class DeviceMultiEndedAllocator(LateFlush):
 
     def _pack(self) -> int:
         """The urgent pass: the ``H`` pages next to the watermark end up vacant, so it retreats by ``H``."""
-        holes = self.holes.sorted()
-        count = holes.shape[0]
+        holes = self.holes
+        count = len(holes)
         grows_up = self.grow_direction == "up"
         mark = self._mark
         low = mark - count if grows_up else mark + 1
         owners = self._tables.physical_to_virtual[low : low + count]
-        is_live = owners >= 0
-        moves = self._read_back.read(torch.count_nonzero(is_live))[0]
-        self._require_places(holes, moves, low)
+        is_vacant = owners.signbit()
+        moves = count - self._read_back.read_one(is_vacant.count_nonzero())
+        farthest = self._farthest_holes(min(moves + 1, count))
+        self._require_places(farthest, moves, low, count)
         if moves:
             self._forward.settle()
-            # Pages descending, holes ascending: the page nearest the watermark gets the farthest hole, whichever way the pool grows.
-            dst_pages = holes[:moves] if grows_up else holes[count - moves :]
-            self._move_out_of(owners, is_live, low, dst_pages)
+            dst_pages = farthest if moves == count else farthest[:moves]
+            # By number: the page nearest the watermark gets the farthest hole.
+            self._move_out_of(owners, is_vacant, low, dst_pages.flip(0) if grows_up else dst_pages)
         self._mark = mark - count if grows_up else mark + count
-        self.holes.set_sorted(holes[:0])
+        holes.clear()
         return moves
 
-    def _require_places(self, vacant: torch.Tensor, live: int, low: int) -> None:
-        """Outside the window of ``len(vacant)`` pages from ``low`` on there are as many of the vacant pages (ascending) as live ones in it.
+    def _farthest_holes(self, most: int) -> torch.Tensor:
+        """So many of the holes, at least one: those farthest from the watermark, the farthest first; int64 ``[most]``."""
+        holes = self.holes
+        grows_up = self.grow_direction == "up"
+        if not holes.is_sorted and not self._sort_densely():
+            return torch.topk(holes.pages, most, largest=not grows_up)[0]
+        ascending = holes.pages
+        return ascending[:most] if grows_up else ascending[ascending.shape[0] - most :].flip(0)
+
+    def _sort_densely(self) -> bool:
+        """Sort the holes if that takes time in proportion to the band, and that is little; whether it was done."""
+        count = len(self.holes)
+        low, high = self._band_pages()
+        if count < LARGE_WINDOW or high - low > DENSE * count:
+            return False
+        self.holes.set_sorted(sorted_by_rank(self.holes.pages, low, high))
+        return True
+
+    def _sorted_holes(self) -> torch.Tensor:
+        """All holes, ascending; int64 ``[n]``."""
+        if not self.holes.is_sorted:
+            self._sort_densely()
+        return self.holes.sorted()
+
+    def _require_places(self, farthest: torch.Tensor, live: int, low: int, count: int) -> None:
+        """Outside the window of ``count`` pages from ``low`` on lie as many holes as it has live pages.
+
+        Args:
+            farthest: holes, the farthest from the watermark first; one more than there are live pages, or all.
 
         Raises:
-            CorruptMappingError: there are not.
+            CorruptMappingError: another number of holes lies outside.
         """
-        count = vacant.shape[0]
-        grows_up = self.grow_direction == "up"
-        border = low if grows_up else low + count
-        # So many are if the border lies between two neighbours of the list, and they are asked where it lies.
-        below = live if grows_up else count - live
-        neighbours = self._read_back.read_row(vacant[max(0, below - 1) : below + 1])
-        fits = (below == 0 or neighbours[0] < border) and (below == count or neighbours[-1] >= border)
+        # So many do if the border lies between two neighbours of the list, and they are asked where they lie.
+        neighbours = self._read_back.read_row(farthest[max(0, live - 1) : live + 1])
+        if self.grow_direction == "up":
+            fits = (not live or neighbours[0] < low) and (live == count or neighbours[-1] >= low)
+        else:
+            high = low + count
+            fits = (not live or neighbours[0] >= high) and (live == count or neighbours[-1] < high)
         if not fits:
-            raise self._contradiction(vacant, live, low)
+            raise self._contradiction(live, low, count)
 
     def _move_out_of(
-        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
+        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
     ) -> torch.Tensor:
-        """Move the live pages out of the window that begins at page ``low``, the last one to the first of ``dst_pages``.
+        """Move the live pages out of the window that begins at page ``low``, the lowest to the first of ``dst_pages``.
 
         Args:
             owners: the window's part of the inverse table, int64 ``[window]``, a view of it.
-            is_live: which of them have one, bool ``[window]``.
+            is_vacant: which of its pages have no owner, bool ``[window]``.
             dst_pages: int64 ``[moves]``, as many as there are live pages.
 
         Returns:
-            The pages moved, descending.
+            The pages moved, ascending.
         """
-        moves = dst_pages.shape[0]
-        down = self._numbers_down
-        longest = down.shape[0]
-        inverse = self._tables.physical_to_virtual
-        if moves == owners.shape[0]:
-            src_pages = down[longest - low - moves : longest - low]
+        moves, window = dst_pages.shape[0], owners.shape[0]
+        pages = self._numbers[low : low + window]
+        tables = self._tables
+        if moves == window:
+            src_pages, virtual_pages = pages, owners.clone()
         else:
-            src_pages = self._live_pages_down(is_live, moves, low)
-        virtual_pages = inverse.index_select(0, src_pages)
+            if window < LARGE_WINDOW:
+                src_pages = torch.topk(torch.where(is_vacant, self._far, pages), moves, largest=False)[0]
+            else:
+                src_pages = selected(pages, ~is_vacant, moves)
+            virtual_pages = tables.physical_to_virtual.index_select(0, src_pages)
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
-        self._tables.bind(virtual_pages, dst_pages)
+        tables.bind(virtual_pages, dst_pages)
         owners.fill_(-1)
         return src_pages
 
-    def _live_pages_down(self, is_live: torch.Tensor, count: int, low: int) -> torch.Tensor:
-        """The ``count`` live pages of a window that begins at page ``low``, descending."""
-        rank = torch.cumsum(is_live, 0)
-        if is_live.shape[0] < LARGE_WINDOW:
-            down = self._numbers_down
-            ordinals = down[-1 - count : -1]  # count, ..., 2, 1
-            return torch.searchsorted(rank, ordinals) + low
-        # Every page writes itself to its row, those that are not live to one row more: two operations more, and no search for each page.
-        row = torch.where(is_live, count - rank, count)
-        pages = self._numbers[low : low + is_live.shape[0]]
-        return torch.empty_like(pages[: count + 1]).scatter_(0, row, pages)[:count]
+    @cached_property
+    def _far(self) -> torch.Tensor:
+        """A number beyond those of all pages, int64 ``[]``."""
+        return torch.full((), FAR, dtype=torch.int64, device=self.device)
 
     def _pack_in_part(self) -> int:
         """Any other pass: up to the cap, and up to the first page that the running forward will write.
 
         Mostly the cap is far and nothing waits for an event. Then the live pages of an urgent pass's window move, as far as that page."""
-        holes = self.holes.sorted()
-        count = holes.shape[0]
+        count = len(self.holes)
         tokens = self._forward.unfinished_write_set()
         if self._unchanged_since_idle() and self._idle is not None and self._forward.writing is self._idle[1]:
             return 0
         if self._pending or count > self._lazy_max_moves_per_call:
-            return self._pack_up_to_a_limit(holes, None if tokens is None else self._pages_written(tokens))
+            return self._pack_up_to_a_limit(None if tokens is None else self._pages_written(tokens))
         grows_up = self.grow_direction == "up"
         mark = self._mark
         low = mark - count if grows_up else mark + 1
-        owners = self._tables.physical_to_virtual[low : low + count]
-        is_live = owners >= 0
-        # A hole touches the watermark exactly if it is where it would be if all did.
-        is_touching = holes == self._numbers[low : low + count]
-        moves, touching = self._read_back.read(
-            torch.count_nonzero(is_live), torch.count_nonzero(is_touching)
-        )[:2]
-        self._require_places(holes, moves, low)
-        if moves and tokens is not None:
-            page = self._read_back.read(self._nearest_of(self._pages_written(tokens)))[0]
-            if low <= page < low + count:
+        high = low + count
+        owners = self._tables.physical_to_virtual[low:high]
+        is_vacant = owners.signbit()
+        live = moves = count - self._read_back.read_one(is_vacant.count_nonzero())
+        stop = None
+        if live and tokens is not None:
+            page = self._first_page_written(tokens)
+            if low <= page < high:
+                stop = page
+        if live == count and stop is None:
+            # All holes are filled, and none of them touches the watermark: what is left of the list is nothing.
+            farthest = self._farthest_holes(count)
+            touching, left = 0, None
+        else:
+            holes = self._sorted_holes()
+            farthest = self._farthest_holes(min(live + 1, count))
+            # A hole touches the watermark exactly if it is where it would be if all did.
+            touching = self._read_back.read_one(torch.count_nonzero(holes == self._numbers[low:high]))
+            if stop is not None:
                 # Of the window only what is nearer to the watermark than the first page about to be written.
-                nearer = slice(page + 1 - low, None) if grows_up else slice(0, page - low)
-                owners, is_live, low = owners[nearer], is_live[nearer], page + 1 if grows_up else low
-                moves = self._read_back.read(torch.count_nonzero(is_live))[0]
+                nearer = slice(stop + 1 - low, None) if grows_up else slice(stop - low)
+                owners, is_vacant = owners[nearer], is_vacant[nearer]
+                moves = owners.shape[0] - self._read_back.read_one(is_vacant.count_nonzero())
+            left = holes[moves : count - touching] if grows_up else holes[touching : count - moves]
+        self._require_places(farthest, live, low, count)
         if touching:
             self._mark = mark - touching if grows_up else mark + touching
+        if left is None:
+            self.holes.clear()
+        elif touching or moves:
+            self.holes.set_sorted(left)
         if not moves:
-            if touching:
-                self.holes.set_sorted(holes[: count - touching] if grows_up else holes[touching:])
             self._note_idle(is_capped=False, holds_back=True)
             return 0
-        dst_pages = holes[:moves] if grows_up else holes[count - moves :]
-        src_pages = self._move_out_of(owners, is_live, low, dst_pages)
-        self.holes.set_sorted(
-            holes[moves : count - touching] if grows_up else holes[touching : count - moves]
-        )
-        holds_back = self._vacate_pages(src_pages if grows_up else src_pages.flip(0))
+        if stop is not None and grows_up:
+            low = stop + 1
+        dst_pages = farthest if moves == count else farthest[:moves]
+        src_pages = self._move_out_of(owners, is_vacant, low, dst_pages.flip(0) if grows_up else dst_pages)
+        holds_back = self._vacate_pages(src_pages.flip(0) if grows_up else src_pages)
         self._note_idle(is_capped=moves == self._lazy_max_moves_per_call, holds_back=holds_back)
         return moves
 
-    def _pack_up_to_a_limit(self, holes: torch.Tensor, written: torch.Tensor | None) -> int:
+    def _pack_up_to_a_limit(self, written: torch.Tensor | None) -> int:
         """The same where the cap may end it, or pages in pending reuse lie in between: pair by pair.
 
         Args:
-            holes: ascending, not empty.
             written: pages that the running forward has yet to write, as `_pages_written` gives them.
         """
-        holes = self._retreat_over_touching(holes)
+        holes = self._retreat_over_touching(self._sorted_holes())
         count = holes.shape[0]
         cap = self._lazy_max_moves_per_call
         most = min(count, cap, self._live_pages_lazy)
@@ -229,12 +264,22 @@ class DeviceMultiEndedAllocator(LateFlush):
         """Physical pages of virtual token ids, -1 for those freed since; int64 ``[n]``."""
         return self._tables.physical_of(self._pages_named(tokens))
 
+    def _first_page_written(self, tokens: torch.Tensor) -> int:
+        """The page nearest the watermark that the running forward has yet to write (``tokens``: virtual ids); one outside the band if
+        there is none."""
+        pages = self._pages_written(tokens)
+        if self.grow_direction == "down":
+            lowest = self._read_back.read_one(pages.min())
+            if lowest > self._mark:
+                return lowest
+        return self._read_back.read_one(self._nearest_of(pages))
+
     def _nearest_of(self, pages: torch.Tensor) -> torch.Tensor:
         """The page nearest the watermark, or one beyond the band's other end if none is in the band; int64 ``[]``."""
         if self.grow_direction == "up":
-            return pages.amax()
+            return pages.max()
         # Padding tokens are on page 0, and tokens freed since on -1.
-        return torch.where(pages <= self._mark, self.num_pages, pages).amin()
+        return torch.where(pages <= self._mark, self.num_pages, pages).min()
 
     def _vacate_pages(self, src_pages: torch.Tensor) -> bool:
         """Sources of a move: holes at once, or held back, which is told, while a forward may still read them."""
@@ -256,16 +301,16 @@ class DeviceMultiEndedAllocator(LateFlush):
         grows_up = self.grow_direction == "up"
         low = self._mark - count if grows_up else self._mark + 1
         owners = self._tables.physical_to_virtual[low : low + count]
-        is_live = owners >= 0
-        moves = self._read_back.read(torch.count_nonzero(is_live))[0]
-        self._require_places(freed, moves, low)
+        is_vacant = owners.signbit()
+        moves = count - self._read_back.read_one(is_vacant.count_nonzero())
+        self._require_places(freed if grows_up else freed.flip(0), moves, low, count)
         self._retreat(count)
         if moves:
-            dst_pages = freed[:moves] if grows_up else freed[count - moves :]
-            self._move_out_of(owners, is_live, low, dst_pages.flip(0))
+            self._move_out_of(owners, is_vacant, low, freed[:moves] if grows_up else freed[count - moves :])
 
-    def _contradiction(self, vacant: torch.Tensor, live: int, low: int) -> CorruptMappingError:
-        high = low + vacant.shape[0]
+    def _contradiction(self, live: int, low: int, count: int) -> CorruptMappingError:
+        high = low + count
+        vacant = self.holes.pages
         places = int(torch.count_nonzero(vacant < low if self.grow_direction == "up" else vacant >= high))
         return CorruptMappingError(
             f"physical pages [{low}, {high}) are to be vacated: the inverse table names {live} live among them, but the holes "

@@ -142,6 +142,8 @@ class RunningForward:
 
     def settle_transfers(self) -> None:
         """Order this stream after copies between this pool and the host: their pages are about to be moved or freed."""
+        if not self._transfers:
+            return
         events, self._transfers = self._transfers, {}
         for event in events.values():
             wait_on_current_stream(event)

@@ -70,11 +70,11 @@ class HoleList:
     """
 
     def __init__(self, device: str | torch.device) -> None:
-        self._device = device
+        self._none = torch.empty(0, dtype=torch.int64, device=device)
         self.clear()
 
     def clear(self) -> None:
-        self.set_sorted(torch.empty(0, dtype=torch.int64, device=self._device))
+        self.set_sorted(self._none)
 
     def __len__(self) -> int:
         return self._pages.shape[0]

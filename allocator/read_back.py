@@ -76,6 +76,7 @@ class ReadBack:
         # One tensor a number, made once: making a view costs as much as the copy.
         self._cells = [list(row.unbind()) for row in memory.unbind()]
         self._rows = list(memory.numpy())
+        self._first_cell, self._last_row = self._cells[SLOTS][0], self._rows[SLOTS]
         self._prefixes = [memory[SLOTS, : count + 1] for count in range(WIDTH)]
         self._tickets: list[weakref.ref[Ticket] | None] = [None] * SLOTS
         self._events: list[Any] = [None] * SLOTS
@@ -111,6 +112,14 @@ class ReadBack:
         ticket = self.post(*numbers)
         ticket.wait()
         return ticket.values()
+
+    def read_one(self, number: torch.Tensor) -> int:
+        """`read` for one number."""
+        if not self.immediate:
+            return self.read(number)[0]
+        self._first_cell.copy_(number, non_blocking=True)
+        value: int = self._last_row.item(0)
+        return value
 
     def read_row(self, numbers: torch.Tensor) -> list[int]:
         """`read` for numbers that stand in one tensor: int64 ``[n]``, ``1 <= n <= WIDTH``."""

@@ -38,8 +38,9 @@ class PageTables:
 
     def bind(self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor) -> None:
         """Map ``virtual_pages[i]`` and ``physical_pages[i]`` to each other."""
-        self.virtual_to_physical.index_copy_(0, virtual_pages, physical_pages)
-        self.physical_to_virtual.index_copy_(0, physical_pages, virtual_pages)
+        # Not index_copy_, which does the same on one dimension and takes twice the time on a CPU.
+        self.virtual_to_physical.scatter_(0, virtual_pages, physical_pages)
+        self.physical_to_virtual.scatter_(0, physical_pages, virtual_pages)
 
     def unbind(self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor) -> None:
         # index_fill_ hands -1 over as a kernel argument; `table[ids] = -1` would make it a host tensor and copy that, blocking.

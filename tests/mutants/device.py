@@ -21,19 +21,19 @@ class MovesInTheOtherOrder(DeviceMultiEndedAllocator):
     """The page nearest the watermark gets the nearest hole: correct in every way, but not where the other strategies put it."""
 
     def _move_out_of(
-        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
+        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
     ) -> torch.Tensor:
-        return super()._move_out_of(owners, is_live, low, dst_pages.flip(0))
+        return super()._move_out_of(owners, is_vacant, low, dst_pages.flip(0))
 
 
 class KeepsTheWindowMapped(DeviceMultiEndedAllocator):
     """The window that was vacated stays in the inverse table."""
 
     def _move_out_of(
-        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
+        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
     ) -> torch.Tensor:
         before = owners.clone()
-        moved = super()._move_out_of(owners, is_live, low, dst_pages)
+        moved = super()._move_out_of(owners, is_vacant, low, dst_pages)
         owners.copy_(before)
         return moved
 
@@ -41,23 +41,26 @@ class KeepsTheWindowMapped(DeviceMultiEndedAllocator):
 class ShiftsTheWindow(DeviceMultiEndedAllocator):
     """Pages of the window are numbered from one place too far."""
 
-    def _live_pages_down(self, is_live: torch.Tensor, count: int, low: int) -> torch.Tensor:
-        return super()._live_pages_down(is_live, count, low) + 1
+    def _move_out_of(
+        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
+    ) -> torch.Tensor:
+        return super()._move_out_of(owners, is_vacant, low + 1, dst_pages)
 
 
 class StopsAtTheFarthestWrite(DeviceMultiEndedAllocator):
     """Of the pages about to be written, the one farthest from the watermark stops the walk."""
 
-    def _nearest_of(self, pages: torch.Tensor) -> torch.Tensor:
+    def _first_page_written(self, tokens: torch.Tensor) -> int:
+        pages = self._pages_written(tokens)
         inside = pages[pages > 0]
-        return inside.amin() if self.grow_direction == "up" else inside.amax()
+        return int(inside.amin() if self.grow_direction == "up" else inside.amax())
 
 
 class SeesNoWrite(DeviceMultiEndedAllocator):
     """The write set stops no walk."""
 
-    def _nearest_of(self, pages: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(0 if self.grow_direction == "up" else self.num_pages)
+    def _first_page_written(self, tokens: torch.Tensor) -> int:
+        return 0
 
 
 class ForgetsTouchingHoles(DeviceMultiEndedAllocator):
