@@ -32,15 +32,18 @@ class DeviceMultiEndedAllocator(LateFlush):
         """One compaction pass; returns pages moved. No synchronisation."""
         if not self.lazy_compaction:
             return 0
-        self._look_for_errors()
+        is_immediate = self._read_back.immediate
+        if not is_immediate:
+            self._look_for_errors()
         if urgent:
             self._version += 1
         if self.moves_blocked():
             self._take_back_pending(wait=False)
             return 0
         self._forward.settle_transfers()
-        self._take_back_pending(wait=urgent)
-        if not self._read_back.immediate:
+        if self._pending:
+            self._take_back_pending(wait=urgent)
+        if not is_immediate:
             with self._blaming_faults():
                 return self._pack_late() if urgent else self._pack_in_part_late()
         if not len(self.holes):
@@ -71,11 +74,14 @@ class DeviceMultiEndedAllocator(LateFlush):
     def _farthest_holes(self, most: int) -> torch.Tensor:
         """So many of the holes, at least one: those farthest from the watermark, the farthest first; int64 ``[most]``."""
         holes = self.holes
+        pages = holes.pages
+        count = pages.shape[0]
         grows_up = self.grow_direction == "up"
-        if not holes.is_sorted and not self._sort_densely():
-            return torch.topk(holes.pages, most, largest=not grows_up)[0]
-        ascending = holes.pages
-        return ascending[:most] if grows_up else ascending[ascending.shape[0] - most :].flip(0)
+        if not holes.is_sorted:
+            if count < LARGE_WINDOW or not self._sort_densely():
+                return torch.topk(pages, most, largest=not grows_up)[0]
+            pages = holes.pages
+        return pages[:most] if grows_up else pages[count - most :].flip(0)
 
     def _sort_densely(self) -> bool:
         """Sort the holes if that takes time in proportion to the band, and that is little; whether it was done."""
@@ -102,7 +108,7 @@ class DeviceMultiEndedAllocator(LateFlush):
             CorruptMappingError: another number of holes lies outside.
         """
         # So many do if the border lies between two neighbours of the list, and they are asked where they lie.
-        neighbours = self._read_back.read_row(farthest[max(0, live - 1) : live + 1])
+        neighbours = self._read_back.read_row(farthest, max(0, live - 1), live + 1)
         if self.grow_direction == "up":
             fits = (not live or neighbours[0] < low) and (live == count or neighbours[-1] >= low)
         else:

@@ -51,8 +51,7 @@ def sorted_by_rank(pages: torch.Tensor, low: int, high: int) -> torch.Tensor:
     It takes time in proportion to ``n`` and to ``high - low``, and no comparison of pages that a processor would have to guess.
     """
     at = pages - low
-    is_there = torch.zeros(high - low, dtype=torch.uint8, device=pages.device).scatter_(0, at, 1)
-    rank = torch.cumsum(is_there, 0).index_select(0, at)
+    rank = pages.new_zeros(high - low).scatter_(0, at, 1).cumsum_(0).index_select(0, at)
     return pages.new_zeros(pages.shape[0] + 1).scatter_(0, rank, pages)[1:]
 
 

@@ -74,7 +74,8 @@ class HoleList:
         self.clear()
 
     def clear(self) -> None:
-        self.set_sorted(self._none)
+        self._pages, self._is_sorted = self._none, True
+        self._on_host: list[int] | None = None
 
     def __len__(self) -> int:
         return self._pages.shape[0]

@@ -17,6 +17,8 @@ import torch
 SLOTS = 64
 #: int64 numbers in one read-back.
 WIDTH = 4
+#: Numbers up to which a whole tensor is copied to have some of them: a view of those would cost more than copying all.
+ROW = 64
 
 
 class Ticket:
@@ -71,19 +73,23 @@ class ReadBack:
         on_cuda = torch.device(device).type == "cuda"
         self.immediate = not on_cuda
         self.blocking_reads = 0
-        # The last row is for numbers that are read as soon as they are written.
-        memory = torch.empty(SLOTS + 1, WIDTH, dtype=torch.int64, pin_memory=on_cuda)
+        memory = torch.empty(SLOTS, WIDTH, dtype=torch.int64, pin_memory=on_cuda)
+        # For numbers that are read as soon as they are written.
+        row = torch.empty(ROW, dtype=torch.int64, pin_memory=on_cuda)
         # One tensor a number, made once: making a view costs as much as the copy.
         self._cells = [list(row.unbind()) for row in memory.unbind()]
         self._rows = list(memory.numpy())
-        self._first_cell, self._last_row = self._cells[SLOTS][0], self._rows[SLOTS]
-        self._prefixes = [memory[SLOTS, : count + 1] for count in range(WIDTH)]
+        self._row_cells, self._row, self._first_cell = row[:WIDTH].unbind(), row.numpy(), row[0]
+        self._prefixes = [row[:count] for count in range(ROW + 1)]  # by how many numbers
         self._tickets: list[weakref.ref[Ticket] | None] = [None] * SLOTS
         self._events: list[Any] = [None] * SLOTS
         self._next = 0
         self.pinned_host_tensors = [
             memory,
+            row,
             *(cell for cells in self._cells for cell in cells),
+            *self._row_cells,
+            self._first_cell,
             *self._prefixes,
         ]
 
@@ -105,9 +111,9 @@ class ReadBack:
     def read(self, *numbers: torch.Tensor) -> list[int]:
         """`post` and take the values, for whoever knows that they are there at once, or cannot do without them."""
         if self.immediate:
-            for cell, number in zip(self._cells[SLOTS], numbers, strict=False):
+            for cell, number in zip(self._row_cells, numbers, strict=False):
                 cell.copy_(number, non_blocking=True)
-            values: list[int] = self._rows[SLOTS].tolist()
+            values: list[int] = self._row[:WIDTH].tolist()
             return values
         ticket = self.post(*numbers)
         ticket.wait()
@@ -118,16 +124,20 @@ class ReadBack:
         if not self.immediate:
             return self.read(number)[0]
         self._first_cell.copy_(number, non_blocking=True)
-        value: int = self._last_row.item(0)
+        value: int = self._row.item(0)
         return value
 
-    def read_row(self, numbers: torch.Tensor) -> list[int]:
-        """`read` for numbers that stand in one tensor: int64 ``[n]``, ``1 <= n <= WIDTH``."""
+    def read_row(self, numbers: torch.Tensor, start: int, stop: int) -> list[int]:
+        """`read` for ``numbers[start:stop]`` (int64 ``[n]``), at most `WIDTH` of them."""
         count = numbers.shape[0]
         if not self.immediate:
-            return self.read(*numbers.unbind())[:count]
-        self._prefixes[count - 1].copy_(numbers, non_blocking=True)
-        values: list[int] = self._rows[SLOTS][:count].tolist()
+            part = numbers[start:stop].unbind()
+            return self.read(*part)[: len(part)]
+        if count > ROW:
+            numbers = numbers[start:stop]
+            start, stop, count = 0, numbers.shape[0], numbers.shape[0]
+        self._prefixes[count].copy_(numbers, non_blocking=True)
+        values: list[int] = self._row[start : min(stop, count)].tolist()
         return values
 
     def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
