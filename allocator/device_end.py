@@ -13,6 +13,7 @@ import torch
 
 from allocator.device_plan import live_places, selected, sorted_by_rank
 from allocator.errors import CorruptMappingError
+from allocator.free_lists import HoleList
 from allocator.late_flush import LateFlush
 from allocator.unsettled import FAR, PendingBatch
 
@@ -40,82 +41,84 @@ class DeviceMultiEndedAllocator(LateFlush):
         if self.moves_blocked():
             self._take_back_pending(wait=False)
             return 0
-        self._forward.settle_transfers()
+        if self._forward.transfers:
+            self._forward.settle_transfers()
         if self._pending:
             self._take_back_pending(wait=urgent)
-        if not is_immediate:
-            with self._blaming_faults():
-                return self._pack_late() if urgent else self._pack_in_part_late()
-        if not len(self.holes):
-            return 0
-        return self._pack() if urgent else self._pack_in_part()
+        if is_immediate:
+            return self._pack() if urgent else self._pack_in_part()
+        with self._blaming_faults():
+            return self._pack_late() if urgent else self._pack_in_part_late()
+
+    # What a short flush takes is calls more than work: so there are few of them, torch's and Python's.
 
     def _pack(self) -> int:
         """The urgent pass: the ``H`` pages next to the watermark end up vacant, so it retreats by ``H``."""
         holes = self.holes
-        count = len(holes)
+        count = holes.pages.shape[0]
+        if not count:
+            return 0
         grows_up = self.grow_direction == "up"
         mark = self._mark
         low = mark - count if grows_up else mark + 1
         owners = self._tables.physical_to_virtual[low : low + count]
         is_vacant = owners.signbit()
         moves = count - self._read_back.read_one(is_vacant.count_nonzero())
-        farthest = self._farthest_holes(min(moves + 1, count))
-        self._require_places(farthest, moves, low, count)
+        dst_pages = self._places_for(moves, holes, low)
         if moves:
             self._forward.settle()
-            dst_pages = farthest if moves == count else farthest[:moves]
-            # By number: the page nearest the watermark gets the farthest hole.
-            self._move_out_of(owners, is_vacant, low, dst_pages.flip(0) if grows_up else dst_pages)
+            self._move_out_of(owners, is_vacant, low, dst_pages)
         self._mark = mark - count if grows_up else mark + count
         holes.clear()
         return moves
 
-    def _farthest_holes(self, most: int) -> torch.Tensor:
-        """So many of the holes, at least one: those farthest from the watermark, the farthest first; int64 ``[most]``."""
-        holes = self.holes
+    def _places_for(self, live: int, holes: HoleList, low: int) -> torch.Tensor:
+        """The places of the ``live`` pages in the window that begins at page ``low`` and has as many pages as there are ``holes``: those
+        holes that lie outside.
+
+        Returns:
+            int64 ``[live]``, descending: in the order of the pages by number, so that the page nearest the watermark gets the hole farthest
+            from it.
+
+        Raises:
+            CorruptMappingError: another number of holes lies outside.
+        """
         pages = holes.pages
         count = pages.shape[0]
         grows_up = self.grow_direction == "up"
-        if not holes.is_sorted:
-            if count < LARGE_WINDOW or not self._sort_densely():
-                return torch.topk(pages, most, largest=not grows_up)[0]
+        most = live + 1 if live < count else count
+        # The farthest from the watermark first.
+        if holes.is_sorted or (count >= LARGE_WINDOW and self._sort_densely(holes)):
             pages = holes.pages
-        return pages[:most] if grows_up else pages[count - most :].flip(0)
+            farthest = pages[:most] if grows_up else pages[count - most :].flip(0)
+        else:
+            farthest = torch.topk(pages, most, largest=not grows_up)[0]
+        # So many lie outside if the border is between two neighbours of that list, and they are asked where they lie.
+        last, following = self._read_back.read_two(farthest, live - 1 if live else 0, most - 1)
+        if grows_up:
+            fits = (not live or last < low) and (live == count or following >= low)
+        else:
+            high = low + count
+            fits = (not live or last >= high) and (live == count or following < high)
+        if not fits:
+            raise self._contradiction(holes.pages, live, low)
+        places = farthest if live == count else farthest[:live]
+        return places.flip(0) if grows_up else places
 
-    def _sort_densely(self) -> bool:
-        """Sort the holes if that takes time in proportion to the band, and that is little; whether it was done."""
-        count = len(self.holes)
+    def _sort_densely(self, holes: HoleList) -> bool:
+        """Sort holes by counting if that, which takes time in proportion to the band, is worth it; whether it was done."""
+        count = len(holes)
         low, high = self._band_pages()
         if count < LARGE_WINDOW or high - low > DENSE * count:
             return False
-        self.holes.set_sorted(sorted_by_rank(self.holes.pages, low, high))
+        holes.set_sorted(sorted_by_rank(holes.pages, low, high))
         return True
 
     def _sorted_holes(self) -> torch.Tensor:
         """All holes, ascending; int64 ``[n]``."""
         if not self.holes.is_sorted:
-            self._sort_densely()
+            self._sort_densely(self.holes)
         return self.holes.sorted()
-
-    def _require_places(self, farthest: torch.Tensor, live: int, low: int, count: int) -> None:
-        """Outside the window of ``count`` pages from ``low`` on lie as many holes as it has live pages.
-
-        Args:
-            farthest: holes, the farthest from the watermark first; one more than there are live pages, or all.
-
-        Raises:
-            CorruptMappingError: another number of holes lies outside.
-        """
-        # So many do if the border lies between two neighbours of the list, and they are asked where they lie.
-        neighbours = self._read_back.read_row(farthest, max(0, live - 1), live + 1)
-        if self.grow_direction == "up":
-            fits = (not live or neighbours[0] < low) and (live == count or neighbours[-1] >= low)
-        else:
-            high = low + count
-            fits = (not live or neighbours[0] >= high) and (live == count or neighbours[-1] < high)
-        if not fits:
-            raise self._contradiction(live, low, count)
 
     def _move_out_of(
         self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
@@ -155,7 +158,10 @@ class DeviceMultiEndedAllocator(LateFlush):
         """Any other pass: up to the cap, and up to the first page that the running forward will write.
 
         Mostly the cap is far and nothing waits for an event. Then the live pages of an urgent pass's window move, as far as that page."""
-        count = len(self.holes)
+        holes = self.holes
+        count = holes.pages.shape[0]
+        if not count:
+            return 0
         tokens = self._forward.unfinished_write_set()
         if self._unchanged_since_idle() and self._idle is not None and self._forward.writing is self._idle[1]:
             return 0
@@ -173,35 +179,31 @@ class DeviceMultiEndedAllocator(LateFlush):
             page = self._first_page_written(tokens)
             if low <= page < high:
                 stop = page
-        if live == count and stop is None:
-            # All holes are filled, and none of them touches the watermark: what is left of the list is nothing.
-            farthest = self._farthest_holes(count)
-            touching, left = 0, None
-        else:
-            holes = self._sorted_holes()
-            farthest = self._farthest_holes(min(live + 1, count))
+        touching = 0
+        if live < count or stop is not None:
+            ascending = self._sorted_holes()
             # A hole touches the watermark exactly if it is where it would be if all did.
-            touching = self._read_back.read_one(torch.count_nonzero(holes == self._numbers[low:high]))
-            if stop is not None:
-                # Of the window only what is nearer to the watermark than the first page about to be written.
-                nearer = slice(stop + 1 - low, None) if grows_up else slice(stop - low)
-                owners, is_vacant = owners[nearer], is_vacant[nearer]
-                moves = owners.shape[0] - self._read_back.read_one(is_vacant.count_nonzero())
-            left = holes[moves : count - touching] if grows_up else holes[touching : count - moves]
-        self._require_places(farthest, live, low, count)
+            is_touching = ascending == self._numbers[low:high]
+            touching = self._read_back.read_one(is_touching.count_nonzero())
+        dst_pages = self._places_for(live, holes, low)
+        if stop is not None:
+            # Of the window only what is nearer to the watermark than the first page about to be written.
+            nearer = slice(stop + 1 - low, None) if grows_up else slice(stop - low)
+            owners, is_vacant, low = owners[nearer], is_vacant[nearer], stop + 1 if grows_up else low
+            moves = owners.shape[0] - self._read_back.read_one(is_vacant.count_nonzero())
+            dst_pages = dst_pages[live - moves :] if grows_up else dst_pages[:moves]
         if touching:
             self._mark = mark - touching if grows_up else mark + touching
-        if left is None:
-            self.holes.clear()
-        elif touching or moves:
-            self.holes.set_sorted(left)
+        if moves == count:
+            holes.clear()
+        elif moves or touching:
+            holes.set_sorted(
+                ascending[moves : count - touching] if grows_up else ascending[touching : count - moves]
+            )
         if not moves:
             self._note_idle(is_capped=False, holds_back=True)
             return 0
-        if stop is not None and grows_up:
-            low = stop + 1
-        dst_pages = farthest if moves == count else farthest[:moves]
-        src_pages = self._move_out_of(owners, is_vacant, low, dst_pages.flip(0) if grows_up else dst_pages)
+        src_pages = self._move_out_of(owners, is_vacant, low, dst_pages)
         holds_back = self._vacate_pages(src_pages.flip(0) if grows_up else src_pages)
         self._note_idle(is_capped=moves == self._lazy_max_moves_per_call, holds_back=holds_back)
         return moves
@@ -299,24 +301,24 @@ class DeviceMultiEndedAllocator(LateFlush):
 
     def _compact_now(self, freed_pages: torch.Tensor) -> None:
         """Eager mode: as `_pack`, but pages keep their order: the lowest of the window goes to the lowest place freed outside it."""
-        freed = torch.sort(freed_pages)[0]
+        ascending = torch.sort(freed_pages)[0]
         if not self._read_back.immediate:
-            self._compact_late(freed)
+            self._compact_late(ascending)
             return
-        count = freed.shape[0]
-        grows_up = self.grow_direction == "up"
-        low = self._mark - count if grows_up else self._mark + 1
+        freed = HoleList(self.device)
+        freed.set_sorted(ascending)
+        count = ascending.shape[0]
+        low = self._mark - count if self.grow_direction == "up" else self._mark + 1
         owners = self._tables.physical_to_virtual[low : low + count]
         is_vacant = owners.signbit()
         moves = count - self._read_back.read_one(is_vacant.count_nonzero())
-        self._require_places(freed if grows_up else freed.flip(0), moves, low, count)
+        dst_pages = self._places_for(moves, freed, low)
         self._retreat(count)
         if moves:
-            self._move_out_of(owners, is_vacant, low, freed[:moves] if grows_up else freed[count - moves :])
+            self._move_out_of(owners, is_vacant, low, dst_pages.flip(0))
 
-    def _contradiction(self, live: int, low: int, count: int) -> CorruptMappingError:
-        high = low + count
-        vacant = self.holes.pages
+    def _contradiction(self, vacant: torch.Tensor, live: int, low: int) -> CorruptMappingError:
+        high = low + vacant.shape[0]
         places = int(torch.count_nonzero(vacant < low if self.grow_direction == "up" else vacant >= high))
         return CorruptMappingError(
             f"physical pages [{low}, {high}) are to be vacated: the inverse table names {live} live among them, but the holes "

@@ -97,7 +97,7 @@ class RunningForward:
     def clear(self) -> None:
         self.latest: ForwardDoneEvent | None = None
         self._writing: tuple[ForwardDoneEvent, torch.Tensor] | None = None
-        self._transfers: dict[Hashable, ForwardDoneEvent] = {}
+        self.transfers: dict[Hashable, ForwardDoneEvent] = {}
 
     def set_writing(self, done: ForwardDoneEvent, out_cache_loc_virtual: torch.Tensor | None) -> None:
         if out_cache_loc_virtual is None or out_cache_loc_virtual.numel() == 0:
@@ -138,12 +138,12 @@ class RunningForward:
             self._writing = None
 
     def set_transfer_done(self, key: Hashable, event: ForwardDoneEvent) -> None:
-        self._transfers[key] = event
+        self.transfers[key] = event
 
     def settle_transfers(self) -> None:
         """Order this stream after copies between this pool and the host: their pages are about to be moved or freed."""
-        if not self._transfers:
+        if not self.transfers:
             return
-        events, self._transfers = self._transfers, {}
+        events, self.transfers = self.transfers, {}
         for event in events.values():
             wait_on_current_stream(event)

@@ -67,6 +67,10 @@ class HoleList:
     """Physical pages inside a band that hold nothing. Kept in the order they came until a sorted view is needed.
 
     A request that takes *all* holes gets them in that order, unsorted: part of the placement contract (golden transcripts).
+
+    Attributes:
+        pages: int64 ``[len(self)]`` of physical page ids, in no promised order; to be read, and replaced by the methods only.
+        is_sorted: whether they are known to be ascending; likewise.
     """
 
     def __init__(self, device: str | torch.device) -> None:
@@ -74,43 +78,34 @@ class HoleList:
         self.clear()
 
     def clear(self) -> None:
-        self._pages, self._is_sorted = self._none, True
+        self.pages, self.is_sorted = self._none, True
         self._on_host: list[int] | None = None
 
     def __len__(self) -> int:
-        return self._pages.shape[0]
-
-    @property
-    def pages(self) -> torch.Tensor:
-        """int64 ``[len(self)]`` of physical page ids, in no promised order."""
-        return self._pages
-
-    @property
-    def is_sorted(self) -> bool:
-        return self._is_sorted
+        return self.pages.shape[0]
 
     def set_sorted(self, ascending: torch.Tensor, on_host: list[int] | None = None) -> None:
         """Replace the list by an ascending one; ``on_host`` is the same list where the host has it already."""
-        self._pages, self._is_sorted, self._on_host = ascending, True, on_host
+        self.pages, self.is_sorted, self._on_host = ascending, True, on_host
 
     def set_unsorted(self, pages: torch.Tensor) -> None:
-        self._pages, self._is_sorted, self._on_host = pages, pages.shape[0] < 2, None
+        self.pages, self.is_sorted, self._on_host = pages, pages.shape[0] < 2, None
 
     def state(self) -> tuple[torch.Tensor, bool, list[int] | None]:
         """All there is to know of the list, for `go_back_to`. Its parts are replaced, never written to."""
-        return self._pages, self._is_sorted, self._on_host
+        return self.pages, self.is_sorted, self._on_host
 
     def go_back_to(self, state: tuple[torch.Tensor, bool, list[int] | None]) -> None:
-        self._pages, self._is_sorted, self._on_host = state
+        self.pages, self.is_sorted, self._on_host = state
 
     def add(self, *batches: torch.Tensor) -> None:
-        self.set_unsorted(torch.cat([self._pages, *batches]) if len(self) or len(batches) > 1 else batches[0])
+        self.set_unsorted(torch.cat([self.pages, *batches]) if len(self) or len(batches) > 1 else batches[0])
 
     def sorted(self) -> torch.Tensor:
         """Ascending; sorts on the device, and only if something came in since the last time. No synchronisation."""
-        if not self._is_sorted:
-            self.set_sorted(torch.sort(self._pages)[0])
-        return self._pages
+        if not self.is_sorted:
+            self.set_sorted(torch.sort(self.pages)[0])
+        return self.pages
 
     def on_host(self) -> list[int]:
         """Ascending, on the host. Reads the device once, and not again while the list stays as it is: flushes that can do nothing but
@@ -123,7 +118,7 @@ class HoleList:
         """Remove and return ``count`` pages, the lowest (``end="low"``) or the highest (``"high"``), ascending; all of them come in
         the order they were added."""
         if count == len(self):
-            taken = self._pages
+            taken = self.pages
             self.set_sorted(taken[:0])
             return taken
         ascending = self.sorted()

@@ -15,7 +15,7 @@ class BoundedHoleList(HoleList):
         super().__init__(device)
 
     def __len__(self) -> int:
-        return self._pages.shape[0] if self.len_bound is None else self.len_bound
+        return self.pages.shape[0] if self.len_bound is None else self.len_bound
 
 
 class LateFreeVirtualIds(FreeVirtualIds):

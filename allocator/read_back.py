@@ -127,18 +127,18 @@ class ReadBack:
         value: int = self._row.item(0)
         return value
 
-    def read_row(self, numbers: torch.Tensor, start: int, stop: int) -> list[int]:
-        """`read` for ``numbers[start:stop]`` (int64 ``[n]``), at most `WIDTH` of them."""
-        count = numbers.shape[0]
+    def read_two(self, numbers: torch.Tensor, first: int, second: int) -> tuple[int, int]:
+        """`read` for two neighbours, or one number twice: ``numbers[first]`` and ``numbers[second]`` (int64 ``[n]``)."""
         if not self.immediate:
-            part = numbers[start:stop].unbind()
-            return self.read(*part)[: len(part)]
+            values = self.read(numbers[first], numbers[second])
+            return values[0], values[1]
+        count = numbers.shape[0]
         if count > ROW:
-            numbers = numbers[start:stop]
-            start, stop, count = 0, numbers.shape[0], numbers.shape[0]
+            numbers = numbers[first : second + 1]
+            first, second, count = 0, second - first, second - first + 1
         self._prefixes[count].copy_(numbers, non_blocking=True)
-        values: list[int] = self._row[start : min(stop, count)].tolist()
-        return values
+        value = self._row.item
+        return value(first), value(second)
 
     def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
         """An event behind the copies just queued: on the stream of their device, which need not be the current one."""

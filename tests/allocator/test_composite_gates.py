@@ -78,7 +78,7 @@ def test_forwards_and_copies_are_told_to_every_pool(layout: str) -> None:
         assert pool._latest_forward_done_event is done
         writes = pool._inflight_forward
         assert (writes is None) == (name == "mamba" or not pool.lazy_compaction)
-        assert list(pool._forward._transfers.values()) == [copied]
+        assert list(pool._forward.transfers.values()) == [copied]
 
 
 @every_window

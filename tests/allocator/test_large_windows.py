@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from allocator import device_end
 from allocator.device_end import LARGE_WINDOW
+from allocator.device_plan import selected, sorted_by_rank
 from tests.allocator.pools import two_ends, whole_state
 
 pytestmark = pytest.mark.cpu
@@ -43,3 +45,33 @@ def test_a_large_window_is_packed_as_by_the_walk(holes: int, urgent: bool, pool:
         expected = flushed("batched", pool, holes, seed, urgent)
         assert expected[0] > holes // 4
         assert flushed("device", pool, holes, seed, urgent) == expected
+
+
+@pytest.mark.parametrize("pool", ["full", "swa"], ids=["down", "up"])
+@pytest.mark.parametrize("urgent", [True, False], ids=["urgent", "during a forward"])
+def test_holes_in_a_wide_band_are_not_counted_into_order(
+    urgent: bool, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = flushed("batched", pool, LARGE_WINDOW, 7, urgent)
+    sorted_at: list[tuple[int, int]] = []
+
+    def watched(pages: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        sorted_at.append((low, high))
+        return sorted_by_rank(pages, low, high)
+
+    monkeypatch.setattr(device_end, "sorted_by_rank", watched)
+    assert flushed("device", pool, LARGE_WINDOW, 7, urgent) == expected
+    assert len(sorted_at) == 1
+    monkeypatch.setattr(device_end, "DENSE", 1)
+    assert flushed("device", pool, LARGE_WINDOW, 7, urgent) == expected
+    assert len(sorted_at) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 50, 700])
+def test_ranks_sort_and_select_as_sort_and_a_mask_do(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    pages = 40 + torch.randperm(700, generator=generator)[:count]
+    assert torch.equal(sorted_by_rank(pages, 40, 740), torch.sort(pages)[0])
+    is_wanted = torch.rand(count, generator=generator) < 0.5
+    wanted = pages[is_wanted]
+    assert torch.equal(selected(pages, is_wanted, wanted.shape[0]), wanted)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from allocator.read_back import SLOTS, LateCount, ReadBack
+from allocator.read_back import ROW, SLOTS, LateCount, ReadBack
 from replayer.ledger import SyncLedger
 from tests.allocator.delayed import NeverEnd, NeverReadBack, SlowReadBack
 from tests.allocator.pools import two_ends, whole_state
@@ -29,6 +29,27 @@ def test_on_a_cpu_numbers_are_there_at_once_and_cost_no_synchronisation() -> Non
             assert ticket.ready() and ticket.values()[:2] == [7, 9]
     assert record.total == 0 and ledger.disagreements == []
     assert read_back.blocking_reads == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, ROW, ROW + 1, 1000])
+def test_one_number_and_two_neighbours_come_without_a_synchronisation(length: int) -> None:
+    read_back = ReadBack("cpu")
+    with SyncLedger("cpu") as ledger:
+        ledger.host(*read_back.pinned_host_tensors, pinned=True)
+        with ledger.call("read", audit=True) as record:
+            numbers = 10 * torch.arange(length, device="cpu")
+            assert read_back.read_one(on_device(7)) == 7
+            for first in {0, length // 2, length - 1}:
+                second = min(first + 1, length - 1)
+                assert read_back.read_two(numbers, first, second) == (10 * first, 10 * second)
+    assert record.total == 0 and ledger.disagreements == []
+
+
+def test_late_numbers_are_read_by_waiting() -> None:
+    read_back = NeverReadBack("cpu")
+    assert read_back.read_one(on_device(7)) == 7
+    assert read_back.read_two(torch.arange(100), 40, 41) == (40, 41)
+    assert read_back.blocking_reads == 2
 
 
 def test_memory_that_is_not_page_locked_would_be_counted() -> None:

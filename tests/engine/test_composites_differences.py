@@ -172,7 +172,7 @@ def test_a_copy_of_states_with_three_pools() -> None:
     for made, is_ours in both(THREE):
         made.set_hicache_transfer_done_event("backup", Event())
         states = made.mamba_allocator
-        waiting = states._forward._transfers if is_ours else states._hicache_transfer_done_events
+        waiting = states._forward.transfers if is_ours else states._hicache_transfer_done_events
         assert bool(waiting) == is_ours
 
 

@@ -28,7 +28,7 @@ class _Replanned(MultiEndedAllocator):
 
 class _Unsorted(HoleList):
     def sorted(self) -> torch.Tensor:
-        return self._pages
+        return self.pages
 
 
 class LeavesHolesUnsorted(MultiEndedAllocator):

@@ -77,7 +77,7 @@ class KeepsOneCopy(MultiEndedAllocator):
     """Of several copies only the one that was queued last is waited for."""
 
     def set_hicache_transfer_done_event(self, transfer_key: Hashable, event: ForwardDoneEvent) -> None:
-        self._forward._transfers.clear()
+        self._forward.transfers.clear()
         super().set_hicache_transfer_done_event(transfer_key, event)
 
 

@@ -50,7 +50,7 @@ class DoesNotWaitForCopies(MultiEndedAllocator):
 
     def set_hicache_transfer_done_event(self, transfer_key: Any, event: Any) -> None:
         super().set_hicache_transfer_done_event(transfer_key, event)
-        self._forward._transfers.clear()
+        self._forward.transfers.clear()
 
 
 class ReservesTheSamePlaceTwice(MultiEndedAllocator):
