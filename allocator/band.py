@@ -122,6 +122,10 @@ class Band(ABC):
         """Whether sizes and frontiers are exact now; see `allocator.deferring`."""
         return True
 
+    def _poll_chain(self) -> bool:
+        """Take in numbers of all pools of the buffer that have arrived; whether sizes are exact then."""
+        return True
+
     def _settle_chain(self) -> None:
         """Have the sizes of all pools of the buffer exact. They always are where a flush is planned on the host."""
         return

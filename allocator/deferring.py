@@ -250,16 +250,21 @@ class DeferringBand(DeviceReleasingBand):
                 self._compact_uncounted()
 
     def _release_late(
-        self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor, count: torch.Tensor
+        self,
+        virtual_pages: torch.Tensor,
+        physical_pages: torch.Tensor,
+        count: torch.Tensor,
+        *,
+        least: int = 1,
     ) -> None:
         ticket = self._read_back.post(count)
         self._version += 1
         with self._blaming_faults():
             self._unsettle()
             if self._ids is not None:
-                cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, 1)
+                cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, least)
             self._registers.append(physical_pages, count, self._numbers, self.num_pages)
-            self._note(Released(1, ticket))
+            self._note(Released(least, ticket))
             if not self.lazy_compaction:
                 self._compact_uncounted()
 

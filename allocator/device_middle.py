@@ -168,10 +168,16 @@ class DeviceFloatMultiEndedAllocator(DeviceReleasingBand, FloatMultiEndedAllocat
         self._defer(None, lambda _: self._take_back(virtual_pages, physical_pages))
 
     def _release_late(
-        self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor, count: torch.Tensor
+        self,
+        virtual_pages: torch.Tensor,
+        physical_pages: torch.Tensor,
+        count: torch.Tensor,
+        *,
+        least: int = 1,
     ) -> None:
         def act(values: list[int]) -> None:
-            self._take_back(virtual_pages[: values[0]], physical_pages[: values[0]])
+            if values[0]:
+                self._take_back(virtual_pages[: values[0]], physical_pages[: values[0]])
 
         self._defer(self._read_back.post(count), act)
 

@@ -10,6 +10,7 @@ import torch
 
 from allocator.error_log import Fault
 from allocator.late_checks import LateChecks
+from allocator.unsettled import FAR
 
 
 class DeviceReleasingBand(LateChecks):
@@ -114,6 +115,23 @@ class DeviceReleasingBand(LateChecks):
         else:
             super().free(free_index, _pages=_pages)
 
+    def free_named(self, token_ids: torch.Tensor, is_named: torch.Tensor, *, in_order: bool = False) -> None:
+        if self._read_back.immediate or self.free_group is not None:
+            super().free_named(token_ids, is_named, in_order=in_order)
+        elif token_ids.shape[0] and self._frees_move() and self.moves_blocked():
+            # Refused unless it frees nothing: the one case in which that must be known at once.
+            super().free_named(token_ids, is_named, in_order=in_order)
+        elif token_ids.shape[0]:
+            self._free_named_late(token_ids, is_named, in_order=in_order)
+
+    def those_named(self, token_ids: torch.Tensor, is_named: torch.Tensor) -> torch.Tensor:
+        count = self._read_back.read(torch.count_nonzero(is_named))[0]
+        if count == token_ids.shape[0]:
+            return token_ids
+        return token_ids.index_select(
+            0, torch.searchsorted(torch.cumsum(is_named, 0), self._numbers_from_one(count))
+        )
+
     def free_group_end(self) -> None:
         if not self._frees_late():
             super().free_group_end()
@@ -155,11 +173,50 @@ class DeviceReleasingBand(LateChecks):
         self._tables.unbind(virtual_pages, physical_pages)
         self._release_late(virtual_pages, physical_pages, count)
 
+    def _free_named_late(self, token_ids: torch.Tensor, is_named: torch.Tensor, *, in_order: bool) -> None:
+        """`free_named` where neither the tokens nor their pages are counted until a ticket has come. Rows past the last page stand for no
+        page: the tables' sentinels."""
+        self._look_for_errors()
+        # What is no page of the table is none of another number either.
+        pages = self._pages_named(token_ids).clamp(-1, self.num_virtual_ids)
+        named = pages.shape[0]
+        once = in_order or (self.page_size == 1 and self._frees_in_order_given())
+        if not once:
+            pages = torch.sort(torch.where(is_named, pages, FAR))[0]
+            is_named = pages < FAR
+            is_named[1:] &= pages[1:] != pages[:-1]
+        rank = torch.cumsum(is_named, 0)
+        rows = min(named, self.num_virtual_ids)
+        at = torch.searchsorted(rank, self._numbers_from_one(rows)).clamp(max=named - 1)
+        chosen, count = pages.index_select(0, at), rank[-1].clamp(max=rows)
+        is_page = self._numbers[:rows] < count
+        virtual_pages = torch.where(is_page, chosen, self.num_virtual_ids)
+        physical_pages = self._tables.physical_of(virtual_pages)
+        bad = is_page & (physical_pages <= 0)
+        self._errors.note(Fault.NOT_LIVE, bad, physical_pages, virtual_pages)
+        if once and rows > 1:
+            repeated = self._repeated_rows(self.physical_to_virtual, physical_pages, bad | ~is_page)
+            self._errors.note(Fault.FREED_TWICE, repeated, physical_pages, virtual_pages)
+        if rows < named:
+            # More pages than there are ids: one of them is none, or is named twice.
+            is_over = rank[-1:] > rows
+            self._errors.note(Fault.FREED_TWICE, is_over, physical_pages[:1], virtual_pages[:1])
+        if not self.lazy_compaction:
+            self._order_after_readers()
+        self._tables.unbind(virtual_pages, torch.where(physical_pages > 0, physical_pages, self.num_pages))
+        self._release_late(virtual_pages, physical_pages, count, least=0)
+
     @abstractmethod
     def _release_late(
-        self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor, count: torch.Tensor
+        self,
+        virtual_pages: torch.Tensor,
+        physical_pages: torch.Tensor,
+        count: torch.Tensor,
+        *,
+        least: int = 1,
     ) -> None:
-        """The first ``count`` (int64 ``[]``, at least 1) of these unbound pages are free from now on; the other rows repeat the first."""
+        """The first ``count`` (int64 ``[]``, at least ``least``) of these unbound pages are free from now on; what the other rows hold does
+        not matter."""
 
     def _pages_of(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
         ids = self._pages_named(token_ids)

@@ -62,6 +62,10 @@ class LateChecks(MultiEndedAllocator):
         log = ErrorLog if self.assertions == "log" else AsynchronousAssertions
         return log(self.device, self._read_back, self.sub_pool_name, self._logs_of_buffer)
 
+    @property
+    def answers_at_once(self) -> bool:
+        return self._read_back.immediate
+
     def _logs_of_buffer(self) -> list[ErrorLog]:
         return [band._errors for band in self._bands_of_buffer() if isinstance(band, LateChecks)]
 

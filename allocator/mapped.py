@@ -147,6 +147,11 @@ class MappedBand(Band):
 
     # -- state
 
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether a wrong call is known before anything has changed: off a CPU that would take a synchronisation."""
+        return torch.device(self.device).type == "cpu"
+
     def clear(self) -> None:
         """Back to empty. Tables keep their storage (captured graphs read it); gates and neighbours stay."""
         self._tables.clear()
@@ -267,7 +272,11 @@ class MappedBand(Band):
 
     def allocated_count(self) -> int:
         """Live tokens (whole pages of them)."""
-        return (self._live_pages_lazy if self.lazy_compaction else self._allocated_pages()) * self.page_size
+        return self._most_live_pages() * self.page_size
+
+    def _most_live_pages(self) -> int:
+        """Live pages; an upper bound while numbers are on their way."""
+        return self._live_pages_lazy if self.lazy_compaction else self._allocated_pages()
 
     def _byte_low_frontier(self) -> int:
         first = self.min_page_index if self.grow_direction == "up" else self.watermark_physical + 1
@@ -387,8 +396,12 @@ class MappedBand(Band):
             )
         return tokens // self.page_size
 
+    def _frees_move(self) -> bool:
+        """Whether every free packs the band."""
+        return not self.lazy_compaction
+
     def _require_open_gate(self) -> None:
-        if self.moves_blocked():
+        if self._frees_move() and self.moves_blocked():
             raise MoveGateClosedError("eager compaction moves pages at every free, and a move gate is closed",
                                       pool=self.sub_pool_name, state=self.allocator_state_str())  # fmt: skip
 

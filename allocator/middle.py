@@ -168,8 +168,9 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
     def _frees_in_order_given(self) -> bool:
         return True
 
-    def _require_open_gate(self) -> None:
+    def _frees_move(self) -> bool:
         """A float's free moves nothing, so no gate can forbid it."""
+        return False
 
     def _release_physical(self, physical_pages: torch.Tensor) -> None:
         self.holes.add(physical_pages)

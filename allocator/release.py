@@ -48,6 +48,22 @@ class ReleasingBand(MappedBand):
             pages, may_repeat = self._pages_of(free_index)
             self._free_pages(pages, may_repeat=may_repeat)
 
+    def free_named(self, token_ids: torch.Tensor, is_named: torch.Tensor, *, in_order: bool = False) -> None:
+        """`free` of those of these virtual token ids (int64 ``[n]``) for which ``is_named`` (bool ``[n]``) says so; there may be none.
+
+        Args:
+            in_order: each id stands for a page, named once, and pages are freed in the order given.
+
+        Raises:
+            NotAllocatedError, DuplicateFreeError, MoveGateClosedError: as `free`.
+        """
+        named = self.those_named(token_ids, is_named)
+        self.free(named, _pages=self._page_numbers(named) if in_order else None)
+
+    def those_named(self, token_ids: torch.Tensor, is_named: torch.Tensor) -> torch.Tensor:
+        """``token_ids[is_named]``: how many that is must be known, which takes a synchronisation."""
+        return token_ids[is_named]
+
     def free_segment(self, free_index: torch.Tensor | None, *, start_pos: int) -> None:
         """Free consecutive tokens of one request that start at position ``start_pos``, a page border: every ``page_size``-th id
         names a page, so no sort is needed.

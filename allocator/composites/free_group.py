@@ -50,14 +50,18 @@ class PairedFreeGroup:
     def queue_segment(self, representatives: torch.Tensor) -> None:
         self.both_segments.append(Queued(representatives, None, self._releases))
 
-    def note_released(self, virtual_pages: torch.Tensor) -> None:
-        """The window pages of these (int64 ``[n]``) were released or given to others: what was queued has no claim on later ones."""
+    def note_released(self, virtual_pages: torch.Tensor, is_released: torch.Tensor | None = None) -> None:
+        """The window pages of these (int64 ``[n]``; those for which ``is_released``, bool ``[n]``, says so) were released or given to
+        others: what was queued has no claim on later ones."""
         if not (self.both or self.both_segments):
             return
         self._releases += 1
         if self._released_at is None:
             self._released_at = torch.zeros(self._num_ids + 1, dtype=torch.int64, device=self._device)
-        self._released_at.index_fill_(0, virtual_pages.clamp(0, self._num_ids), self._releases)
+        rows = virtual_pages.clamp(0, self._num_ids)
+        if is_released is not None:
+            rows = torch.where(is_released, rows, self._num_ids)  # of no page
+        self._released_at.index_fill_(0, rows, self._releases)
 
     def note_paired(self) -> None:
         """Ids were given window pages."""
@@ -65,9 +69,8 @@ class PairedFreeGroup:
 
     def claimed(
         self, queued: Sequence[Queued], is_paired: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """The tokens of ``queued``, one after another, whose window pages are still theirs: int64. Reads the device unless these are all of
-        segments and no id was given a window page since.
+    ) -> torch.Tensor | None:
+        """Of which of `tokens` the window pages are still theirs: bool ``[n]``, None if those of all are.
 
         Args:
             is_paired: which of some tokens have a window page now, bool. A cache may have taken it for other ids, and it stays with those.
@@ -75,17 +78,18 @@ class PairedFreeGroup:
         tokens = self.tokens(queued)
         masks = [self._mask(entry) for entry in queued]
         if all(mask is None for mask in masks):
-            return tokens
+            return None
         claimed = torch.cat(
             [
                 torch.ones_like(entry.tokens, dtype=torch.bool) if mask is None else mask
                 for entry, mask in zip(queued, masks, strict=True)
             ]
         )
-        return tokens[claimed & is_paired(tokens)]
+        return claimed & is_paired(tokens)
 
     @staticmethod
     def tokens(queued: Sequence[Queued]) -> torch.Tensor:
+        """All of ``queued``, one after another: int64 ``[n]``."""
         return queued[0].tokens if len(queued) == 1 else torch.cat([entry.tokens for entry in queued])
 
     def _mask(self, entry: Queued) -> torch.Tensor | None:

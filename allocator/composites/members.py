@@ -57,8 +57,6 @@ class Composite(ABC):
         #: Lists of pools that are not shared; here there are none to count.
         self.free_pages: torch.Tensor | None = torch.empty(0, dtype=torch.int64, device=device)
         self.release_pages: torch.Tensor | None = self.free_pages
-        #: Whether a wrong call is known before anything has changed: off a CPU that would take a synchronisation.
-        self._answers_at_once = torch.device(device).type == "cpu"
 
     # -- members
 
@@ -69,6 +67,14 @@ class Composite(ABC):
     @abstractmethod
     def _chain(self) -> tuple[MultiEndedAllocator, ...]:
         """The same pools, from the low end of the buffer up."""
+
+    @property
+    def _answers_at_once(self) -> bool:
+        return self.full_attn_allocator.answers_at_once
+
+    def _poll(self) -> None:
+        """Where sizes come late from the device, take in those that are there."""
+        self.full_attn_allocator._poll_chain()
 
     def _settle(self) -> None:
         """Where sizes come late from the device, wait for them: what follows adds up those of several pools."""

@@ -70,7 +70,7 @@ class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
             (full, num_full_pages, full_reclaim_pages),
             (swa, num_swa_pages, swa_reclaim_pages),
         ):
-            live = 0 if empty_pool else pool.allocated_count() // self.page_size
+            live = 0 if empty_pool else pool._most_live_pages()
             reclaimed = min(live, max(0, reclaim))
             kept = live - reclaimed
             if kept + pages > min(ids, pool.num_pages - pool.min_page_index):
@@ -83,9 +83,7 @@ class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
             kept_bytes += kept * pool.entry_bytes_per_page
         if compacted:
             return extension <= max(0, self._empty_shared_gap_bytes - kept_bytes)
-        if num_full_pages > full.free_id_count + min(
-            full_reclaim_pages, full.allocated_count() // self.page_size
-        ):
+        if num_full_pages > full.free_id_count + min(full_reclaim_pages, full._most_live_pages()):
             return False
         return extension <= full._current_gap_bytes()
 
@@ -101,6 +99,7 @@ class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
         pages = self._pages_for(full_tokens), self._pages_for(swa_tokens)
         if pages == (0, 0):
             return True
+        self._poll()
         if self._fits_as_it_lies(*pages):
             return True
         # On bounds alone, where sizes come late, nothing is refused and nothing is flushed.

@@ -63,21 +63,25 @@ class WindowFrees(Composite):
         if not group:
             return
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
-        window = group.claimed(group.both, self._is_paired) if group.both else None
-        segment_window = group.claimed(group.both_segments, self._is_paired) if group.both_segments else None
-        tokens = [group.tokens(group.both)] if group.both else []
-        segments = ([group.tokens(group.both_segments)] if group.both_segments else []) + group.full_segments
-        self._require_freeable(full, [*tokens, *group.full_only], segments)
-        self._require_freeable(
-            swa,
-            [window] if window is not None else [],
-            [segment_window] if segment_window is not None else [],
+        # Tokens, and of which of them the window side goes too (None: of all).
+        tokens, segments = (
+            [(group.tokens(queued), group.claimed(queued, self._is_paired))] if queued else []
+            for queued in (group.both, group.both_segments)
         )
-        if tokens:
-            self._free_tokens(tokens[0], window)
+        full_segments = [*(each for each, _ in segments), *group.full_segments]
+        self._require_freeable(full, [*(each for each, _ in tokens), *group.full_only], full_segments)
+        self._require_window_freeable(tokens, segments)
+        for each, claimed in tokens:
+            self._free_tokens(each, claimed)
         if group.full_only:
             full.free(torch.cat(group.full_only))
-        self._free_representatives(segments, segment_window)
+        for each, claimed in segments:
+            if claimed is None:
+                self._free_window_representatives(each)
+            else:
+                swa.free_named(each, claimed, in_order=True)
+        if full_segments:
+            self._free_full_representatives(torch.cat(full_segments))
 
     def flush_deferred_full_frees(self) -> None:
         """Free what was queued and go on with an empty group."""
@@ -103,7 +107,7 @@ class WindowFrees(Composite):
             self._group.queue(tokens.clone(), is_paired)
             return
         self._require_freeable(self.full_attn_allocator, [tokens], [])
-        self._free_tokens(tokens, tokens[is_paired])
+        self._free_tokens(tokens, is_paired)
 
     def free_segment(self, free_index: torch.Tensor | None, *, start_pos: int) -> None:
         """Free consecutive tokens of one request from position ``start_pos`` on, a page border, all of whose pages have a window page.
@@ -120,7 +124,8 @@ class WindowFrees(Composite):
         if self._group is not None:
             self._group.queue_segment(representatives.clone())
         else:
-            self._free_representatives([representatives], representatives)
+            self._free_window_representatives(representatives)
+            self._free_full_representatives(representatives)
 
     # -- the window side
 
@@ -134,11 +139,10 @@ class WindowFrees(Composite):
             return
         tokens = free_index.detach().to(torch.int64)
         self._require_ids(tokens)
-        live = tokens[self._is_paired(tokens)]
-        if live.numel() == 0:
-            return
-        self._free_window(live)
-        self._note_released(live)
+        is_paired = self._is_paired(tokens)
+        # At page size 1 a token is its page, and nothing has to be sorted.
+        self.swa_attn_allocator.free_named(tokens, is_paired, in_order=self.page_size == 1)
+        self._note_released(tokens, is_paired)
 
     def free_swa_segment(self, free_index: torch.Tensor | None, *, start_pos: int) -> None:
         """`free_swa` of consecutive tokens of one request from a page border on, all of whose pages have a window page; asks the device
@@ -187,7 +191,7 @@ class WindowFrees(Composite):
             self._require_freeable(self.full_attn_allocator, [], [representatives])
             self._group.full_segments.append(representatives.clone())
         else:
-            self._free_representatives([representatives], None)
+            self._free_full_representatives(representatives)
 
     # -- pairs
 
@@ -207,11 +211,10 @@ class WindowFrees(Composite):
         places = self._pages(swa_indices.to(torch.int64)[:: self.page_size])
         swa, group = self.swa_attn_allocator, self._group
         if group is not None and (group.both or group.both_segments):
-            waiting = pages[group.waiting_for(pages) & (swa._tables.physical_of(pages) > 0)]
-            if waiting.numel():
-                swa._require_taken(places, BindError)
-                swa.free(waiting * self.page_size, _pages=waiting)
-                group.note_released(waiting)
+            is_waiting = group.waiting_for(pages) & (swa._tables.physical_of(pages) > 0)
+            swa._require_taken(places, BindError)
+            swa.free_named(pages * self.page_size, is_waiting, in_order=True)
+            group.note_released(pages, is_waiting)
             group.note_paired()
         swa.bind(pages, places)
 
@@ -230,30 +233,24 @@ class WindowFrees(Composite):
     def _is_paired(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._window_place(tokens) > 0
 
-    def _free_tokens(self, tokens: torch.Tensor, window: torch.Tensor | None) -> None:
-        """Both sides of ``tokens``, the window side of ``window`` only. The full side first: where a wrong id is found on the device, it
-        freezes the window pool before that one is written to."""
+    def _free_tokens(self, tokens: torch.Tensor, is_paired: torch.Tensor | None) -> None:
+        """Both sides of ``tokens``, the window side only where ``is_paired`` (bool ``[n]``; None: of all). The full side first: where a
+        wrong id is found on the device, it freezes the window pool before that one is written to."""
         self.full_attn_allocator.free(tokens)
-        if window is not None and window.numel() > 0:
-            self.swa_attn_allocator.free(window)
-
-    def _free_window(self, tokens: torch.Tensor) -> None:
-        # At page size 1 a token is its page, and nothing has to be sorted.
-        self.swa_attn_allocator.free(tokens, _pages=tokens if self.page_size == 1 else None)
+        if is_paired is None:
+            self.swa_attn_allocator.free(tokens)
+        else:
+            self.swa_attn_allocator.free_named(tokens, is_paired)
 
     def _free_window_representatives(self, representatives: torch.Tensor) -> None:
         self.swa_attn_allocator.free(representatives, _pages=self._pages(representatives))
 
-    def _free_representatives(self, pieces: list[torch.Tensor], window: torch.Tensor | None) -> None:
-        if window is not None:
-            self._free_window_representatives(window)
-        if pieces:
-            representatives = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            self.full_attn_allocator.free(representatives, _pages=self._pages(representatives))
+    def _free_full_representatives(self, representatives: torch.Tensor) -> None:
+        self.full_attn_allocator.free(representatives, _pages=self._pages(representatives))
 
-    def _note_released(self, tokens: torch.Tensor) -> None:
+    def _note_released(self, tokens: torch.Tensor, is_released: torch.Tensor | None = None) -> None:
         if self._group is not None:
-            self._group.note_released(self._pages(tokens))
+            self._group.note_released(self._pages(tokens), is_released)
 
     # -- refusals, before anything changes
 
@@ -263,6 +260,21 @@ class WindowFrees(Composite):
         """Every page named is live in ``pool``; tokens of a list may share a page, what stands for pages may not."""
         if self._answers_at_once and (tokens or segments):
             pool.require_freeable(tokens, segments)
+
+    def _require_window_freeable(
+        self,
+        tokens: list[tuple[torch.Tensor, torch.Tensor | None]],
+        segments: list[tuple[torch.Tensor, torch.Tensor | None]],
+    ) -> None:
+        """The same of the window pool, for those tokens of each list whose window side is to go (None: all)."""
+        if not self._answers_at_once:
+            return
+        swa = self.swa_attn_allocator
+        named, named_segments = (
+            [ids if mask is None else swa.those_named(ids, mask) for ids, mask in lists]
+            for lists in (tokens, segments)
+        )
+        self._require_freeable(swa, named, named_segments)
 
     def _require_ids(self, tokens: torch.Tensor) -> None:
         if not self._answers_at_once:

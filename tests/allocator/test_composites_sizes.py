@@ -32,7 +32,6 @@ def test_numbers_that_come_late_change_no_answer(layout: str, page_size: int, la
     classes = {"end_class": end} | ({"float_class": middle} if layout == LAYOUTS[2] else {})
     expected = program(layout, page_size, lazy=lazy, seed=70 + page_size, strategy="batched")
     run = program(layout, page_size, lazy=lazy, seed=70 + page_size, strategy="device", **classes)
-    run.made._answers_at_once = False  # as on CUDA, where nobody waits to know whether a call is right
     for number in range(STEPS):
         assert run.step() == expected.step(), number
         if number % 5 == 0:
@@ -89,7 +88,6 @@ def test_a_wrong_call_is_told_later_where_answers_come_late(call: str, layout: s
     """The pools find it on the device; a later call raises it, and until then no pool of the buffer is written to."""
     classes = {"end_class": NeverEnd} | ({"float_class": NeverFloat} if layout == LAYOUTS[2] else {})
     made = our_composite(layout, 4, lazy=True, strategy="device", **classes)
-    made._answers_at_once = False
     tokens = made.alloc(16)
     made.free_swa(tokens[8:])
     wrong, error = WRONG[call]
