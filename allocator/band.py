@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Literal
 
+import torch
+
 from allocator.errors import ConfigurationError
 from allocator.free_lists import HoleList
 
@@ -85,6 +87,13 @@ class Band(ABC):
     @abstractmethod
     def _byte_high_frontier(self) -> int:
         """Byte just past the band."""
+
+    def _byte_low_frontier_on_device(self) -> int | torch.Tensor:
+        """The same, exact where the host knows a bound only: int64 ``[]`` then."""
+        return self._byte_low_frontier()
+
+    def _byte_high_frontier_on_device(self) -> int | torch.Tensor:
+        return self._byte_high_frontier()
 
     @abstractmethod
     def _allocated_pages(self) -> int:

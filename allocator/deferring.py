@@ -82,6 +82,20 @@ class DeferringBand(DeviceReleasingBand):
         mark = self._registers.mark
         return (self.min_page_index, mark) if self.grow_direction == "up" else (mark + 1, self.num_pages)
 
+    def _unsettle_registers(self) -> Registers:
+        self._unsettle()
+        return self._registers
+
+    def _byte_low_frontier_on_device(self) -> int | torch.Tensor:
+        if self._journal is None or self.grow_direction == "up":
+            return self._byte_low_frontier()
+        return (self._registers.mark + 1) * self.entry_bytes_per_page
+
+    def _byte_high_frontier_on_device(self) -> int | torch.Tensor:
+        if self._journal is None or self.grow_direction == "down":
+            return self._byte_high_frontier()
+        return self._registers.mark * self.entry_bytes_per_page
+
     # -- what else must be exact when it is asked for
 
     @property
@@ -113,11 +127,20 @@ class DeferringBand(DeviceReleasingBand):
     def available_size(self) -> int:
         """Tokens that can be handed out now, with no help from a neighbour. A lower bound while numbers of a flush are on their way."""
         self._poll_chain()
-        return super().available_size()
+        return max(0, super().available_size())
 
     def schedulable_available_size(self) -> int:
         self._poll_chain()
-        return super().schedulable_available_size()
+        return max(0, super().schedulable_available_size())
+
+    def _current_gap_bytes(self) -> int:
+        """Less than nothing where bounds of this band and of the next one overlap, which the bands do not: as many of the holes that the
+        bound of this one shows are not there then."""
+        if self._journal is None:
+            return super()._current_gap_bytes()
+        if self.grow_direction == "up":
+            return self._chain_low_frontier_above_bytes() - self._byte_high_frontier()
+        return self._byte_low_frontier() - self._chain_high_frontier_below_bytes()
 
     # -- settling
 
@@ -224,14 +247,20 @@ class DeferringBand(DeviceReleasingBand):
             self._settle_chain()
         if self._read_back.immediate:
             return super().take_physical_pages(num_pages)
+        if self._journal is not None:
+            return self._take_late(num_pages)
         with self._blaming_faults():
-            if self._journal is None:
-                taken = super().take_physical_pages(num_pages)
-            else:
-                self._note(Took(num_pages))
-                taken = self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
-        # Of a pool that was frozen by a fault the host may have a wrong idea: hand out the padding page, not somebody's.
-        return taken if taken is None or not self._errors.freezes else torch.where(self._errors.ok, taken, 0)
+            taken = super().take_physical_pages(num_pages)
+        return taken if taken is None else self._unless_frozen(taken)
+
+    def _take_late(self, num_pages: int) -> torch.Tensor:
+        """Pages that are certain to be there."""
+        self._version += 1
+        with self._blaming_faults():
+            self._unsettle()
+            self._note(Took(num_pages))
+            taken = self._registers.take(num_pages, self._numbers, grows_up=self.grow_direction == "up")
+        return self._unless_frozen(taken)
 
     def _release_physical(self, physical_pages: torch.Tensor) -> None:
         self._version += 1

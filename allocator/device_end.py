@@ -14,7 +14,7 @@ import torch
 from allocator.device_plan import live_places, selected, sorted_by_rank
 from allocator.errors import CorruptMappingError
 from allocator.free_lists import HoleList
-from allocator.late_flush import LateFlush
+from allocator.late_room import LateRoom
 from allocator.unsettled import FAR, PendingBatch
 
 #: Places of a window, or holes, from which on none is treated with a branch of its own: there are too many to predict them.
@@ -23,9 +23,9 @@ LARGE_WINDOW: Final = 1024
 DENSE: Final = 16
 
 
-class DeviceMultiEndedAllocator(LateFlush):
+class DeviceMultiEndedAllocator(LateRoom):
     """`MultiEndedAllocator` with ``strategy="device"``. Here is the flush where numbers are there at once (a CPU); `LateFlush` has the one
-    where they are not."""
+    where they are not, `LateRoom` what an alloc does then."""
 
     # -- flush
 

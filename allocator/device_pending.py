@@ -50,6 +50,13 @@ class DevicePendingReuse(PendingReuse):
             released.extend(self._batches.pop(event))
         return released
 
+    def order_behind_readers(self) -> list[PendingBatch]:
+        """All batches, which stay; the stream is ordered after events still open."""
+        for event in self._batches:
+            if not event.query():
+                wait_on_current_stream(event)
+        return [batch for batches in self._batches.values() for batch in batches]
+
     def drop_empty(self) -> None:
         """Forget batches of flushes that turned out to have moved nothing: idle engines flush by the thousand during one forward."""
         for event, batches in list(self._batches.items()):

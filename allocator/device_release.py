@@ -101,6 +101,23 @@ class DeviceReleasingBand(LateChecks):
             self._settle_chain()
         return super()._make_sure_of(num_pages)
 
+    # -- the same as far as the device knows: int64 [] where the host does not
+
+    def _low_frontier_above_on_device(self) -> int | torch.Tensor:
+        above = self._neighbour("high")
+        if above is None:
+            return self.total_bytes
+        return above._byte_low_frontier_on_device()
+
+    def _high_frontier_below_on_device(self) -> int | torch.Tensor:
+        below = self._neighbour("low")
+        return 0 if below is None else below._byte_high_frontier_on_device()
+
+    def _unless_frozen(self, taken: torch.Tensor) -> torch.Tensor:
+        """Pages that are handed out. Of a buffer that was frozen by a fault the host may have a wrong idea: the padding page, not
+        somebody's."""
+        return torch.where(self._errors.ok, taken, 0) if self._errors.freezes else taken
+
     # -- free
 
     def free(self, free_index: torch.Tensor | None, *, _pages: torch.Tensor | None = None) -> None:

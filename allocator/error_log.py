@@ -20,6 +20,7 @@ from allocator.errors import (
     CorruptMappingError,
     DuplicateFreeError,
     NotAllocatedError,
+    OutOfRoomError,
     require,
 )
 from allocator.read_back import ReadBack, Ticket
@@ -39,6 +40,7 @@ class Fault(IntEnum):
     STILL_OWNED = 6
     CONTRADICTION = 7
     BOUND_OUTSIDE = 8
+    OUT_OF_ROOM = 9
 
 
 _ERRORS: dict[Fault, tuple[type[AllocatorError], str]] = {
@@ -49,6 +51,7 @@ _ERRORS: dict[Fault, tuple[type[AllocatorError], str]] = {
     Fault.OUTSIDE_BAND: (NotAllocatedError, "named a physical page outside the band"),
     Fault.BOUND_OUTSIDE: (BindError, "bound a physical page outside the band"),
     Fault.STILL_OWNED: (NotAllocatedError, "unbound a page that is not live or still owns its place"),
+    Fault.OUT_OF_ROOM: (OutOfRoomError, "backed virtual pages with more pages than could be handed out"),
     Fault.CONTRADICTION: (
         CorruptMappingError,
         "found that tables and holes contradict each other: a page inside the band is neither hole nor pending, yet no virtual page "

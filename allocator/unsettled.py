@@ -45,17 +45,26 @@ class Numbers:
 
 @dataclass(eq=False)
 class PendingBatch:
-    """Pages that one flush moved away: the first ``count`` rows of ``pages`` (int64 ``[bound]``). ``size`` is that number on the host,
-    None until it is known."""
+    """Pages that one flush moved away: the first ``count`` rows of ``pages`` (int64 ``[bound]``).
+
+    ``moved`` is how many that were on the host, None until it is known, and ``in_doubt`` the flushes of which is not known yet whether
+    they have taken the pages back.
+    """
 
     pages: torch.Tensor
     count: torch.Tensor | int
     bound: int
-    size: int | None
+    moved: int | None
+    in_doubt: int = 0
+
+    @property
+    def size(self) -> int | None:
+        """``count`` on the host, None until it is known."""
+        return None if self.in_doubt else self.moved
 
     @property
     def most(self) -> int:
-        return self.bound if self.size is None else self.size
+        return self.bound if self.moved is None else self.moved
 
     def exact(self) -> torch.Tensor:
         """int64 ``[size]``; only once the size is known."""
@@ -117,7 +126,7 @@ class Flushed(Entry):
         if values is not None:
             numbers.band -= values[0]
             if self.batch is not None:
-                self.batch.size = values[1]
+                self.batch.moved = values[1]
         if self.batch is not None:
             numbers.pending += self.batch.most
 
@@ -128,6 +137,31 @@ class Packed(Entry):
 
     def apply(self, numbers: Numbers, values: list[int] | None) -> None:
         numbers.band, numbers.pending = numbers.live, 0
+
+
+class PackedPerhaps(Entry):
+    """An urgent flush that was made only if the device found it needed; the ticket says whether.
+
+    Args:
+        batches: what waited. Their pages went with the flush, if there was one.
+        condition: whether it is made, bool ``[]`` on the device.
+    """
+
+    def __init__(self, ticket: Ticket, batches: list[PendingBatch], condition: torch.Tensor) -> None:
+        self.ticket, self._batches = ticket, batches
+        for batch in batches:
+            batch.in_doubt += 1
+            batch.count = torch.where(condition, 0, batch.count)
+
+    def apply(self, numbers: Numbers, values: list[int] | None) -> None:
+        if values is None:
+            return
+        if values[0]:
+            numbers.band, numbers.pending = numbers.live, 0
+        for batch in self._batches:
+            batch.in_doubt -= 1
+            if values[0]:
+                batch.moved = 0
 
 
 class Journal:

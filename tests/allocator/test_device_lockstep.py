@@ -20,6 +20,7 @@ from allocator import (
     kv_store_for,
 )
 from allocator.device_release import DeviceReleasingBand
+from tests.allocator.arriving import ArrivingEnd, ArrivingFloat
 from tests.allocator.delayed import NeverEnd, NeverFloat, SlowEnd, SlowFloat
 from tests.allocator.pools import whole_state
 
@@ -35,15 +36,17 @@ KINDS: dict[str, tuple[str, type[MultiEndedAllocator], type[FloatMultiEndedAlloc
     "at once": ("device", MultiEndedAllocator, FloatMultiEndedAllocator),
     "slow": ("device", SlowEnd, SlowFloat),
     "never": ("device", NeverEnd, NeverFloat),
+    "behind forwards": ("device", ArrivingEnd, ArrivingFloat),
 }
+LATE = ("slow", "never", "behind forwards")
 
 
 class Event:
     def __init__(self) -> None:
-        self.done = False
+        self.fired = False
 
     def query(self) -> bool:
-        return self.done
+        return self.fired
 
     def wait(self) -> None: ...
 
@@ -131,14 +134,14 @@ class Lockstep(RuleBasedStateMachine):
         self.calls += 1
         looks = self.calls % self.look_every == 0
         if looks or method not in ("_flush", "flush_for_allocation", "flush_opportunistic"):
-            for kind in ("slow", "never"):
+            for kind in LATE:
                 assert answers[kind] == expected, kind
         self.compare(looks)
         return expected
 
     def compare(self, looks: bool) -> None:
         for kind, side in self.sides.items():
-            if kind in ("slow", "never"):
+            if kind in LATE:
                 if not looks:
                     continue
                 side.settle()
@@ -220,7 +223,7 @@ class Lockstep(RuleBasedStateMachine):
     @rule()
     def forward_done(self) -> None:
         for event in self.events.pop(0).values():
-            event.done = True
+            event.fired = True
 
     @rule()
     def gate(self) -> None:
