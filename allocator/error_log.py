@@ -160,7 +160,7 @@ class ErrorLog:
         for log in logs:
             log._take_in(wait)
             if log._found is not None:
-                code, call, physical, virtual = log._found
+                code, call, physical, virtual = log._found[:4]
                 number, fault = divmod(code, FAULTS)
                 error, text = _ERRORS[Fault(fault)]
                 raise error(

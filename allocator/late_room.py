@@ -95,17 +95,11 @@ class LateRoom(LateFlush):
             and not self._read_back.immediate
             and not self._poll_chain()
             and num_pages * self.page_size > self.available_size()
-            and self._knows_frontiers()
         ):
             nothing = torch.full((1,), -1, dtype=torch.int64, device=self.device)
             self._errors.note(Fault.OUT_OF_ROOM, self._lacks(num_pages).reshape(1), nothing, nothing)
             return self._take_late(num_pages)
         return super().take_physical_pages(num_pages)
-
-    def _knows_frontiers(self) -> bool:
-        """Whether the device knows where the neighbour on the growth side ends: of a float that is not settled it does not."""
-        neighbour = self._growth_side_neighbor()
-        return neighbour is None or neighbour._is_settled or isinstance(neighbour, LateRoom)
 
     def alloc_with_virtual(self, virtual_pages: torch.Tensor) -> None:
         self._is_promised = True

@@ -62,6 +62,10 @@ class FloatRoom(UnifiedSWAAllocatorBase):
         if full_tokens < 0 or swa_tokens < 0:
             return False
         full_pages, swa_pages = (-(-int(tokens) // self.page_size) for tokens in (full_tokens, swa_tokens))
+        self._poll()
+        if self._fits_as_it_lies(full_pages, swa_pages):
+            return True
+        # On bounds alone, where sizes come late, nothing is refused and nothing is moved.
         self._settle()
         if self._fits_as_it_lies(full_pages, swa_pages):
             return True

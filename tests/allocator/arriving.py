@@ -2,11 +2,12 @@
 
 Two engines are stood in for.
 
-- *One stream* (`ArrivingEnd`, `ArrivingFloat`): the allocator works on the stream that forwards are launched on, so whatever it sends is
-  behind the forward that was launched last, and is there when that forward is over.
-- *A stream of its own* (`OwnStreamEnd`, `OwnStreamFloat`): SGLang 0.5.23's overlapped loop, whose allocator works on ``schedule_stream`` and
-  whose forwards run on ``forward_stream``. What is sent is behind a forward only once the stream was ordered after it, as an urgent flush
-  does; decodes captured in a graph fence no more than their first reads (``Scheduler._apply_war_barrier``).
+- *One stream* (`ArrivingEnd`, `ArrivingFloat`): the allocator works on the stream that forwards are launched on, so whatever it sends
+  is behind the forward that was launched last, and is there when that forward is over.
+- *A stream of its own* (`OwnStreamEnd`, `OwnStreamFloat`): SGLang 0.5.23's overlapped loop, whose allocator works on
+  ``schedule_stream`` and whose forwards run on ``forward_stream``. What is sent is behind a forward only once the stream was ordered
+  after it, as an urgent flush does. (``Scheduler._apply_war_barrier`` orders it after a forward's first reads too, and after all of it
+  where those are not known, as for some prefills; that is not stood in for.)
 
 With nothing before it a number is there by the next call. A forward is over when its event has answered so, or one launched later has; and
 when the second one after it is launched: an engine is one step ahead of the GPU at most (``Scheduler.event_loop_overlap`` launches forward
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -138,7 +139,7 @@ class ArrivingReadBack(ReadBack):
 
 class _Arriving(DeviceReleasingBand):
     one_stream = True
-    _streams: WeakKeyDictionary[Any, Stream] = WeakKeyDictionary()
+    _streams: ClassVar[WeakKeyDictionary[Any, Stream]] = WeakKeyDictionary()
 
     @property
     def stream(self) -> Stream:

@@ -75,8 +75,6 @@ def classes(layout: str) -> dict[str, Any]:
 def test_frees_read_nothing_and_free_what_the_others_do(
     layout: str, page_size: int, call: str, numbers: str
 ) -> None:
-    if (layout, call, numbers) == (THREE, "group_with_new_pairs", "late"):
-        pytest.skip("a float's span is waited for where places are bound")
     late = classes(layout) if numbers == "late" else {}
     one = Requests(make(layout, page_size, strategy="device", **late))
     other = Requests(make(layout, page_size))
