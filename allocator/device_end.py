@@ -18,7 +18,7 @@ from allocator.late_room import LateRoom
 from allocator.unsettled import FAR, PendingBatch
 
 #: Places of a window, or holes, from which on none is treated with a branch of its own: there are too many to predict them.
-LARGE_WINDOW: Final = 1024
+LARGE_WINDOW: Final = 768
 #: Pages of a band for each hole up to which holes are sorted by counting, which passes over the whole band.
 DENSE: Final = 16
 
@@ -142,7 +142,7 @@ class DeviceMultiEndedAllocator(LateRoom):
             if window < LARGE_WINDOW:
                 src_pages = torch.topk(torch.where(is_vacant, self._far, pages), moves, largest=False)[0]
             else:
-                src_pages = selected(pages, ~is_vacant, moves)
+                src_pages = selected(pages, is_vacant, moves)
             virtual_pages = tables.physical_to_virtual.index_select(0, src_pages)
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
         tables.bind(virtual_pages, dst_pages)
@@ -185,7 +185,8 @@ class DeviceMultiEndedAllocator(LateRoom):
             # A hole touches the watermark exactly if it is where it would be if all did.
             is_touching = ascending == self._numbers[low:high]
             touching = self._read_back.read_one(is_touching.count_nonzero())
-        dst_pages = self._places_for(live, holes, low)
+        if live or touching < count:
+            dst_pages = self._places_for(live, holes, low)
         if stop is not None:
             # Of the window only what is nearer to the watermark than the first page about to be written.
             nearer = slice(stop + 1 - low, None) if grows_up else slice(stop - low)
@@ -194,7 +195,7 @@ class DeviceMultiEndedAllocator(LateRoom):
             dst_pages = dst_pages[live - moves :] if grows_up else dst_pages[:moves]
         if touching:
             self._mark = mark - touching if grows_up else mark + touching
-        if moves == count:
+        if moves + touching == count:
             holes.clear()
         elif moves or touching:
             holes.set_sorted(

@@ -183,6 +183,32 @@ def test_tables_that_contradict_the_holes_are_found_by_the_next_compaction(
         full._errors.look(wait=True)  # type: ignore[attr-defined]
 
 
+class _Running:
+    def query(self) -> bool:
+        return False
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("pool", [0, 1], ids=["down", "up"])
+@pytest.mark.parametrize("urgent", [True, False], ids=["urgent", "during a forward"])
+@pytest.mark.parametrize("fault", ["a hole is mapped", "a page that is no hole is not mapped"])
+def test_a_flush_finds_a_contradiction_before_it_moves_anything(fault: str, urgent: bool, pool: int) -> None:
+    made = two_ends(strategy="device")[pool]
+    made.alloc(64)
+    if not urgent:
+        made.set_latest_forward_done_event(_Running())
+    mark, inverse = made.watermark_physical, made.physical_to_virtual
+    near, far = (mark + 1, made.num_pages - 1) if pool == 0 else (mark - 1, made.min_page_index)
+    is_hole_mapped = fault == "a hole is mapped"
+    made.free(inverse[near if is_hole_mapped else far] * 4 + torch.arange(4))
+    inverse[near] = 7 if is_hole_mapped else -1
+    before = tables(made)
+    with pytest.raises(CorruptMappingError):
+        made._flush(urgent=urgent)
+    assert tables(made) == before
+
+
 @pytest.mark.parametrize(
     ("error", "call"), [(fault[1], fault[3]) for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
 )
