@@ -203,7 +203,7 @@ class DeferringBand(DeviceReleasingBand):
                 return torch.full((), value, dtype=torch.int64, device=self.device)
 
             self._registers = Registers(pages, register(pages.shape[0]), register(self._mark), is_sorted)
-        elif len(self._journal) >= SLOTS // 2:
+        elif self._journal.under_way >= SLOTS // 2:
             # More read-backs than that under way would need each other's slots.
             self._settle()
             return self._unsettle()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 #: Read-backs that can be under way at once; an allocator has a handful of calls between two polls.
-SLOTS = 64
+SLOTS = 128
 #: int64 numbers in one read-back.
 WIDTH = 6
 #: Numbers up to which a whole tensor is copied to have some of them: a view of those would cost more than copying all.

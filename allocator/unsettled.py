@@ -172,8 +172,10 @@ class Journal:
         self.bounds = replace(known)
         self._entries: deque[Entry] = deque()
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    @property
+    def under_way(self) -> int:
+        """Entries of which numbers are on their way."""
+        return sum(entry.ticket is not None for entry in self._entries)
 
     def add(self, entry: Entry) -> None:
         self._entries.append(entry)

@@ -191,8 +191,8 @@ class NeverPacksBoth(UnifiedSWATokenToKVPoolAllocator):
 class FreesTheFullSideOnly(UnifiedSWATokenToKVPoolAllocator):
     """A free of both sides leaves the window page."""
 
-    def _free_tokens(self, tokens: torch.Tensor, window: torch.Tensor | None) -> None:
-        super()._free_tokens(tokens, None)
+    def _free_tokens(self, tokens: torch.Tensor, is_paired: torch.Tensor | None) -> None:
+        super()._free_tokens(tokens, torch.zeros_like(tokens, dtype=torch.bool))
 
 
 class PairsAWholeTail(UnifiedSWATokenToKVPoolAllocator):

@@ -169,9 +169,14 @@ class LateFreesFirstTwice(NeverEnd):
     """Numbers late: of the pages named by tokens, one is counted too many."""
 
     def _release_late(
-        self, virtual_pages: torch.Tensor, physical_pages: torch.Tensor, count: torch.Tensor
+        self,
+        virtual_pages: torch.Tensor,
+        physical_pages: torch.Tensor,
+        count: torch.Tensor,
+        *,
+        least: int = 1,
     ) -> None:
-        super()._release_late(virtual_pages, physical_pages, count + 1)
+        super()._release_late(virtual_pages, physical_pages, count + 1, least=least)
 
 
 class LateIgnoresWrites(NeverEnd):

@@ -171,8 +171,8 @@ class ReleasesThePairMadeLater(UnifiedSWATokenToKVPoolAllocator):
 class ForgetsTheWindow(UnifiedSWATokenToKVPoolAllocator):
     """Frees the full side alone."""
 
-    def _free_tokens(self, tokens: torch.Tensor, window: torch.Tensor | None) -> None:
-        super()._free_tokens(tokens, None)
+    def _free_tokens(self, tokens: torch.Tensor, is_paired: torch.Tensor | None) -> None:
+        super()._free_tokens(tokens, torch.zeros_like(tokens, dtype=torch.bool))
 
 
 class FreesPageZero(UnifiedSWATokenToKVPoolAllocator):

@@ -1,0 +1,34 @@
+"""At most one wait in a hundred flushes of any trace, where numbers come as a GPU's would (`tests.allocator.arriving`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import corpus
+from tests.waits import measure
+
+pytestmark = [pytest.mark.cpu, pytest.mark.timeout(300)]
+
+#: Of `kimi_gb200`, whose 242,108 events take half a minute; `python -m tests.waits` replays all of them.
+FIRST_EVENTS = 20_000
+#: More than one in a hundred: flushes under a running forward, on the stream of that forward, and a pool in which every page counts. The
+#: engine that the calls are of works on a stream of its own.
+ONE_STREAM = {"kimi_gb200": 2.5}
+
+
+@pytest.mark.parametrize("path", corpus.trace_files(), ids=corpus.name_of)
+@pytest.mark.parametrize("model", ["own stream", "one stream"])
+def test_an_alloc_waits_after_one_flush_in_a_hundred_at_most(path: Path, model: str) -> None:
+    found = measure(path, model, until=FIRST_EVENTS)
+    assert found.flushes
+    limit = ONE_STREAM.get(corpus.name_of(path), 1.0) if model == "one stream" else 1.0
+    assert found.per_hundred <= limit, found
+    assert all(name.startswith("alloc") for name in found.calls), found
+
+
+def test_numbers_that_never_come_are_waited_for() -> None:
+    """What the test above counts can be counted."""
+    found = measure(corpus.TRACES / f"sglang_tiny_swa_p16{corpus.SUFFIX}", "never")
+    assert found.total > 0
