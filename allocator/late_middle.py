@@ -233,9 +233,7 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
         if self._read_back.immediate:
             return super().take_physical_pages(num_pages)
         is_exact = self._poll_chain() or (self._is_settled and num_pages <= len(self.holes))
-        if not is_exact and (
-            num_pages * self.page_size > self.available_size() or not self._knows_where(num_pages)
-        ):
+        if not is_exact and num_pages * self.page_size > self.available_size():
             self._settle_chain()
             is_exact = True
         with self._blaming_faults():
@@ -243,12 +241,6 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
                 return self._unless_frozen(self._take_late(num_pages))
             taken = super().take_physical_pages(num_pages)
         return taken if taken is None else self._unless_frozen(taken)
-
-    def _knows_where(self, num_pages: int) -> bool:
-        """Whether bounds can be given for where the pages will be: a float that may be empty begins in the middle between its neighbours,
-        which must be settled for that."""
-        is_empty_perhaps = not (self._live_pages() if self._is_settled else self._bounds.least_live)
-        return not is_empty_perhaps or self._neighbours_are_settled()
 
     def _neighbours_are_settled(self) -> bool:
         return all(
@@ -269,8 +261,10 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
         bounds = self._bounds
         grows = max(0, num_pages - bounds.least_holes)
         if not self._neighbours_are_settled():
-            return Growth(grows, grows, (self.min_page_index, self.num_pages), None)
-        low, high = limits = self._region_bounds_pages()
+            # A float that was nowhere begins in the middle between its neighbours, wherever that is.
+            limits = self.min_page_index, self.num_pages
+            return Growth(grows, grows, limits, None if bounds.least_live else limits)
+        limits = low, high = self._region_bounds_pages()
         if not bounds.least_live:
             first = low + (high - low - num_pages) // 2
             return Growth(grows, grows, limits, (first, first + num_pages))

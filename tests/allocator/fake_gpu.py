@@ -6,6 +6,8 @@ it, and whatever reads the device on the host finds nothing to read.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -13,9 +15,11 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from allocator import MultiEndedAllocator
+from allocator import MHASubPoolSpec, MultiEndedAllocator, UnifiedKVPool, kv_store_for
 from allocator.device_end import DeviceMultiEndedAllocator
+from allocator.device_middle import DeviceFloatMultiEndedAllocator
 from allocator.read_back import ReadBack, Ticket
+from allocator.unsettled import Flushed, PackedPerhaps
 from tests.allocator.pools import two_ends
 
 GPU = "kvgpu"
@@ -78,6 +82,10 @@ class OnGpu(ReadBack):
 
 
 class GpuEnd(DeviceMultiEndedAllocator):
+    read_back_class = OnGpu
+
+
+class GpuFloat(DeviceFloatMultiEndedAllocator):
     read_back_class = OnGpu
 
 
@@ -174,6 +182,76 @@ def eager() -> None:
     given(made.alloc(2))
 
 
+def lacking(page_size: int) -> None:
+    """A request that fits once the neighbour is packed, and perhaps before; pages backed because the caller was promised them."""
+    full, swa = pools(page_size)
+    taken = given(swa.alloc(12 * page_size))
+    event = Event()
+    for pool in (full, swa):
+        pool.set_latest_forward_done_event(event)
+        pool.set_inflight_forward(event, taken[-page_size:])
+    swa.free_segment(taken[: 4 * page_size], start_pos=0)
+    swa._flush(urgent=False)
+    room = full.available_size()
+    given(full.alloc(room + page_size))
+    assert [type(entry) for entry in swa._journal._entries] == [Flushed, PackedPerhaps]
+    full.free_segment(given(full.alloc(page_size)), start_pos=0)
+    swa._flush(urgent=False)
+    room = swa.available_size() // page_size
+    swa.alloc_with_virtual(on_gpu(room + 1))
+
+
+def naming(page_size: int) -> None:
+    """Frees of those tokens that a mask names."""
+    full, swa = pools(page_size)
+    for pool in (full, swa):
+        tokens = given(pool.alloc(6 * page_size))
+        pool.free_named(tokens, tokens > 3)
+        pool.free_named(tokens[::page_size], tokens[::page_size] > 3, in_order=True)
+        given(pool.alloc(page_size))
+
+
+def float_between(page_size: int) -> None:
+    """Two ends and a float whose numbers never come."""
+    specs = [
+        MHASubPoolSpec(
+            name=name, layer_num=1, grow_direction=direction, head_num=1, head_dim=16, store_dtype=torch.float16
+        )
+        for name, direction in (("low", "up"), ("middle", "float"), ("high", "down"))
+    ]  # fmt: skip
+    buffer = UnifiedKVPool(
+        total_bytes=64 * page_size * PAGES, sub_pool_specs=specs, device=GPU, page_size=page_size
+    )
+    made = [
+        (GpuFloat if name == "middle" else GpuEnd)(
+            kvcache=kv_store_for(buffer, name), unified_buffer=buffer, sub_pool_name=name, device=GPU, is_id_owner=True,
+            page_size=page_size, lazy_compaction=name != "middle", strategy="device",
+        )
+        for name in ("low", "middle", "high")
+    ]  # fmt: skip
+    for below, above in itertools.pairwise(made):
+        below.bind_high_peer(above)
+        above.bind_low_peer(below)
+    low, middle, high = made
+    tokens = given(middle.alloc(12 * page_size))
+    for pool in (low, high):
+        ids = given(pool.alloc(3 * page_size))
+        pool.free_segment(ids[page_size : 2 * page_size], start_pos=0)
+        pool._flush(urgent=False)
+    if page_size == 1:
+        middle.free_named(tokens[:3], tokens[:3] > 3)
+    else:
+        middle.free(tokens[: 2 * page_size + 1])
+    middle.flush_opportunistic()
+    places = given(middle.alloc_physical(page_size))
+    middle.bind(given(middle.alloc(page_size))[:1] + 9, places[:1])
+    middle.free_segment(tokens[-page_size:], start_pos=0)
+    middle.flush_opportunistic()
+    given(middle.alloc(2 * page_size))
+    given(low.alloc(page_size))
+    high.alloc_with_virtual(on_gpu(1))
+
+
 def main() -> None:
     register()
     scenarios: dict[str, Callable[[], None]] = {
@@ -182,7 +260,9 @@ def main() -> None:
         "eager": eager,
     }
     for page_size in (1, 4):
-        scenarios[f"growth, pages of {page_size}"] = lambda size=page_size: growth(size)
+        for scenario in (growth, lacking, naming, float_between):
+            name = scenario.__name__.replace("_", " ")
+            scenarios[f"{name}, pages of {page_size}"] = functools.partial(scenario, page_size)
         for pool in (0, 1):
             scenarios[f"flushes, pages of {page_size}, pool {pool}"] = lambda size=page_size, at=pool: (
                 flushes(size, at)

@@ -24,5 +24,5 @@ def test_calls_mix_no_devices_and_read_nothing() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     held = [line for line in done.stdout.splitlines() if line.startswith("held: ")]
-    assert len(held) == 9, done.stdout
+    assert len(held) == 15, done.stdout
     assert held[0] == "held: fakes"
