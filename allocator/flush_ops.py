@@ -134,6 +134,31 @@ class TorchFlush:
         inverse.index_fill_(0, torch.where(src_pages > 0, src_pages, self._tables.num_pages), -1)
         return src_pages
 
+    #: Sizes of windows of which each is launched otherwise.
+    window_sizes: tuple[int, ...] = (1,)
+
+    def prewarm(self, *, grows_up: bool, low: int, high: int) -> None:
+        """Launch once whatever a flush may launch, for kernels are compiled and loaded at their first launch. Nothing moves and nothing is
+        written down.
+
+        Args:
+            low, high: where the pool's pages begin and end.
+        """
+        device = self._tables.physical_to_virtual.device
+
+        def number(value: int) -> torch.Tensor:
+            return torch.full((), value, dtype=torch.int64, device=device)
+
+        for size in sorted({min(size, high - low) for size in self.window_sizes}):
+            mark = low + size if grows_up else high - 1 - size
+            holes = torch.full((size,), FAR if grows_up else -1, dtype=torch.int64, device=device)
+            for window in (
+                Window(mark, size, None, grows_up, low, high),
+                Window(number(mark), size, number(0), grows_up, low, high),
+            ):
+                plan = self.plan(window, holes, size)
+                self.move(number(0), plan.src_pages, plan.dst_pages)
+
     def _first(
         self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

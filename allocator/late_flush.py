@@ -40,6 +40,14 @@ class LateFlush(DeferringBand):
         if not self._read_back.immediate:
             self._flush_ops  # noqa: B018  who does the work is settled here, and not in the first flush of a serving engine
 
+    def prewarm_compaction(self) -> None:
+        """Compile and load what flushes launch, so that the first one does not have to while an engine serves. Nothing to do where numbers
+        are there at once: other code runs there."""
+        if not self._read_back.immediate:
+            self._flush_ops.prewarm(
+                grows_up=self.grow_direction == "up", low=self.min_page_index, high=self.num_pages
+            )
+
     def _pack_late(self) -> int:
         """The urgent pass. Where live pages are counted it leaves nothing open: the packed band is known, whatever was not known before."""
         if self._journal is not None and not self._journal.live_is_known():

@@ -89,7 +89,8 @@ class SglangMultiEndedAllocator(MultiEndedAllocator):
         return self.size
 
     def prewarm_compaction(self) -> None:
-        """Move the padding page onto itself, so that the kernel which moves pages is loaded before the memory is full."""
+        """Move the padding page onto itself, so that the kernel which moves pages is loaded before the memory is full. SGLang's scheduler
+        asks for it when the pools are made (``Scheduler.init_model_worker``)."""
         if torch.device(self.device).type != "cuda":
             return
         padding = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -160,6 +161,11 @@ class SglangDeviceMultiEndedAllocator(SglangMultiEndedAllocator, DeviceMultiEnde
     exact here: who asks while a flush's numbers are on their way waits for them, which `blocking_reads` counts. The composites begin with
     the epoch of the chain or with somebody's holes, and go on to frontiers of any pool.
     """
+
+    def prewarm_compaction(self) -> None:
+        """What SGLang's pool does, and kvtape's own kernels."""
+        DeviceMultiEndedAllocator.prewarm_compaction(self)
+        super().prewarm_compaction()
 
     def _chain_capacity_epoch(self) -> int:
         self._settle_chain()

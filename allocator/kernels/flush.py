@@ -41,6 +41,10 @@ class TritonFlush(TorchFlush):
         self._words = _words_of(self._kvcache)
         self._chunk = move.chunk_for(0 if self._words is None else self._words.shape[1])
 
+    @property
+    def window_sizes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return 1, self.block + 1
+
     def plan(self, window: Window, ascending: torch.Tensor, rows: int) -> PackPlan:
         inverse, holes = self._tables.physical_to_virtual, ascending.shape[0]
         num_blocks = -(-max(window.size, holes) // self.block)

@@ -21,6 +21,7 @@ from allocator import (
 )
 from allocator.device_end import DeviceMultiEndedAllocator
 from allocator.errors import ConfigurationError, PageAlignmentError
+from allocator.flush_ops import TorchFlush
 from allocator.read_back import LateCount
 from allocator.sglang_classes import (
     SglangDeviceFloatMultiEndedAllocator,
@@ -37,7 +38,7 @@ from recorder.trace import TraceReader
 from replayer import plugin
 from replayer.replay import ReplayOptions, replay
 from tests.allocator.delayed import NeverReadBack
-from tests.allocator.pools import two_ends
+from tests.allocator.pools import two_ends, whole_state
 from tests.recorder.recordings import events_of, settings
 
 pytestmark = pytest.mark.cpu
@@ -299,6 +300,31 @@ def test_moves_are_asked_for_in_parts(sglang: ModuleType) -> None:
     assert [len(dst) for dst, _ in memory.asked] == [2, 2, 1]
     assert sorted(page for dst, _ in memory.asked for page in dst) == [1, 2, 3, 4, 5]
     assert made.get_kvcache() is memory
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_sglangs_warm_up_launches_what_flushes_launch(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With numbers that come late, as on CUDA; where they are there at once there is nothing to launch."""
+    at_once = pool(direction, strategy="device")
+    at_once.prewarm_compaction()
+    assert "_flush_ops" not in vars(at_once)
+    monkeypatch.setattr(SglangDeviceMultiEndedAllocator, "read_back_class", NeverReadBack)
+    memory = Memory()
+    made = pool(direction, strategy="device", kvcache=memory)
+    tokens = made.alloc(40)
+    made.free(tokens[8:20])
+    before = whole_state(made)
+    launched: list[Any] = []
+    monkeypatch.setattr(made._flush_ops, "plan", lambda *given: launched.append(given) or _plan(*given))
+    _plan = TorchFlush.plan.__get__(made._flush_ops)
+    made.prewarm_compaction()
+    marks = [(type(window.mark), window.extent is None) for window, _, _ in launched]
+    assert marks == [(int, True), (torch.Tensor, False)]
+    assert memory.asked and all(set(dst) == set(src) == {0} for dst, src in memory.asked)
+    made._errors.look(wait=True)
+    assert whole_state(made) == before
 
 
 def test_a_buffer_that_shrank_is_seen_when_the_pool_is_resized() -> None:

@@ -195,6 +195,58 @@ def test_pack_is_launches_that_can_be_replayed_on_another_band(
         assert int(outcome.moves) == expected["moves"] > 0 and bool(outcome.ok)
 
 
+@pytest.mark.parametrize("grows_up", [True, False])
+def test_prewarming_launches_all_that_a_flush_does_and_changes_nothing(
+    grows_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def variants() -> set[tuple[str, tuple[tuple[str, Any], ...]]]:
+        """What Triton compiles anew for: the kernel, and its arguments in capitals."""
+        found = {
+            (
+                kernel.__name__,
+                tuple((name, value) for name, value in sorted(arguments.items()) if name.isupper()),
+            )
+            for kernel, _, arguments in launches
+        }
+        launches.clear()
+        return found
+
+    for module, names in (
+        (plan, ("plan_one_block", "count_blocks", "match_blocks")),
+        (move, ("move_pages",)),
+    ):
+        for name in names:
+            kernel = getattr(module, name)
+            monkeypatch.setattr(module, name, Running(kernel, launches))
+    band = Band((True, False, False) * 10, grows_up=grows_up, seed=1)
+    made = Pool(band, TritonFlush, block=8)
+    window, _, _ = made.window()
+    before, log = made.state(), made.errors.log.tolist()
+    made.ops.prewarm(grows_up=grows_up, low=window.low, high=window.high)
+    assert (made.state(), made.errors.log.tolist(), bool(made.errors.ok)) == (before, log, True)
+    warm = variants()
+    launched = set()
+    for holds in (band.holds, band.holds[:6]):
+        for on_device in (False, True):
+            other = Pool(Band(holds, grows_up=grows_up, seed=1, on_device=on_device), TritonFlush, block=8)
+            assert other.flush()["moves"]
+            launched |= variants()
+    assert len(launched) == 7 and launched <= warm
+
+
+class Running(Recorder):
+    """The same, and runs it."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(**arguments: Any) -> None:
+            self._launches.append((self._kernel, grid, arguments))
+            self._kernel[grid](**arguments)
+
+        return launch
+
+
 def test_kernels_compile_for_a_gpu_and_move_16_bytes_at_once(tmp_path: Path) -> None:
     """Triton needs no GPU to compile for one. That they run there is another matter (`test_on_gpu`)."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
