@@ -1,0 +1,162 @@
+"""Allocs that bounds alone would refuse, and that wait for nothing all the same: see `allocator.late_room`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from allocator.errors import OutOfRoomError
+from replayer.ledger import SyncLedger
+from tests.allocator.delayed import NeverEnd
+from tests.allocator.pools import two_ends, whole_state
+from tests.engine.composites import Event
+
+pytestmark = pytest.mark.cpu
+
+PAGE = 4
+
+
+class Pair:
+    """Two ends with numbers that never come, beside two with strategy `batched`; ``swa`` (pages of 2 units of bytes) has 18 of 30 pages."""
+
+    def __init__(self) -> None:
+        self.late = two_ends(page_size=PAGE, strategy="device", end_class=NeverEnd)
+        self.plain = two_ends(page_size=PAGE)
+        self.events: list[Event] = []
+        self.swa("alloc", 18 * PAGE)
+
+    def full(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        return self._both(0, method, *arguments, **keywords)
+
+    def swa(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        return self._both(1, method, *arguments, **keywords)
+
+    def _both(self, pool: int, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call both; answers that are tokens must be equal."""
+        answers = [getattr(pools[pool], method)(*arguments, **keywords) for pools in (self.late, self.plain)]
+        if method.startswith("alloc"):
+            found, expected = (None if each is None else each.tolist() for each in answers)
+            assert found == expected, method
+        return answers[0]
+
+    def forward(self) -> None:
+        """A forward that runs from now on."""
+        self.events.append(Event())
+        for pools in (self.late, self.plain):
+            for pool in pools:
+                pool.set_latest_forward_done_event(self.events[-1])
+                pool.set_inflight_forward(self.events[-1], None)
+
+    @property
+    def waits(self) -> int:
+        return sum(pool.blocking_reads for pool in self.late)  # type: ignore[attr-defined]
+
+    def same(self) -> bool:
+        for pool in self.late:
+            pool._settle()  # type: ignore[attr-defined]
+        return all(
+            whole_state(late) == whole_state(plain) for late, plain in zip(self.late, self.plain, strict=True)
+        )
+
+
+def pages(*numbers: int) -> torch.Tensor:
+    """Every token of these pages, ascending: a segment for each."""
+    return (torch.tensor(numbers)[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
+
+
+def free_swa_pages(pair: Pair, *numbers: int) -> None:
+    pair.swa("free_segment", pages(*numbers), start_pos=0)
+
+
+@pytest.mark.parametrize("freed", [(17, 18), (2, 3)], ids=["there as it lies", "there once it is packed"])
+def test_the_device_finds_out_whether_the_neighbour_has_to_be_packed(freed: tuple[int, int]) -> None:
+    pair = Pair()
+    free_swa_pages(pair, *freed)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    plain_full, plain_swa = pair.plain
+    moved = plain_swa._pending.pages_on_host
+    late_full = pair.late[0]
+    wanted = late_full.available_size() + 2 * PAGE
+    is_there = wanted <= plain_full.available_size()
+    assert is_there == (not moved) == (freed == (17, 18))
+    ledger = SyncLedger("cpu")
+    with ledger:
+        for pool in pair.late:
+            ledger.host(*pool.pinned_host_tensors, pinned=True)  # type: ignore[attr-defined]
+        with ledger.call("alloc", audit=True) as record:
+            taken = late_full.alloc(wanted)
+    assert (record.total, ledger.disagreements, pair.waits) == (0, [], 0)
+    expected = plain_full.alloc(wanted)
+    assert taken is not None and expected is not None and taken.tolist() == expected.tolist()
+    assert not plain_swa._pending and pair.same()
+
+
+def test_a_request_that_may_have_to_be_refused_waits() -> None:
+    pair = Pair()
+    free_swa_pages(pair, 2, 3)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    most = pair.plain[0].schedulable_available_size() + 4 * PAGE  # what is pending comes back too
+    assert pair.full("alloc", most + PAGE) is None
+    assert pair.waits == 1
+    assert pair.same()
+
+
+def test_pages_that_two_flushes_may_have_taken_back_are_counted_once() -> None:
+    """They wait for a forward. How many they are is told before it is whether the first of the flushes was made."""
+    pair = Pair()
+    swa: Any = pair.late[1]
+    free_swa_pages(pair, 2, 3)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    (batch,) = next(iter(swa._pending._batches.values()))
+    moved = swa._journal._entries[0].ticket
+    pair.full("alloc", pair.late[0].available_size() + 2 * PAGE)
+    swa._read_back.arrived = moved._event._order
+    swa._poll()
+    assert (batch.moved, batch.in_doubt, batch.size, batch.most) == (2, 1, None, 2)
+    free_swa_pages(pair, 5, 6)
+    pair.full("alloc", 3 * PAGE)
+    assert batch.in_doubt == 2 and pair.waits == 0
+    assert pair.same()
+    assert (batch.in_doubt, batch.size) == (0, 0)
+    assert swa._live_pages_lazy == 14 and not swa._pending
+
+
+def with_promise(too_many: int) -> tuple[Pair, torch.Tensor]:
+    """The numbers of ``swa`` are on their way; ids for as many pages as it has room for, which is more than it can be certain of, and
+    ``too_many`` besides."""
+    pair = Pair()
+    pair.full("alloc", 20 * PAGE)
+    free_swa_pages(pair, 16, 17, 18)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    certain, exact = (pools[1].available_size() // PAGE for pools in (pair.late, pair.plain))
+    assert 0 < certain < exact
+    return pair, torch.arange(19, 19 + exact + too_many)
+
+
+def test_pages_that_were_promised_are_taken_without_a_wait() -> None:
+    pair, ids = with_promise(0)
+    for pools in (pair.late, pair.plain):
+        pools[1].alloc_with_virtual(ids)
+    assert pair.waits == 0
+    assert pair.same()
+
+
+def test_a_promise_that_does_not_hold_is_told_later() -> None:
+    pair, ids = with_promise(1)
+    late = pair.late[1]
+    tables = [pool.virtual_to_physical.tolist() for pool in pair.late]
+    late.alloc_with_virtual(ids)
+    assert pair.waits == 0
+    with pytest.raises(OutOfRoomError, match="more pages than could be handed out"):
+        late._errors.look(wait=True)  # type: ignore[attr-defined]
+    with pytest.raises(OutOfRoomError):
+        pair.late[0].alloc(PAGE)
+    assert [pool.virtual_to_physical.tolist() for pool in pair.late] == tables
+    with pytest.raises(OutOfRoomError):
+        pair.plain[1].alloc_with_virtual(ids)
