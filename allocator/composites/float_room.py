@@ -170,10 +170,14 @@ class FloatRoom(UnifiedSWAAllocatorBase):
             return None
         return (min(before // page_bytes, swa.num_pages) - span_end) * page_bytes
 
-    def _bytes_short(self, pages: int) -> int:
-        """Bytes that are missing however everything is moved; 0 promises nothing."""
+    def _bytes_short(self, pages: int, *, given_up: tuple[int, int, int] = (0, 0, 0)) -> int:
+        """Bytes that are missing however everything is moved; 0 promises nothing. ``given_up``: states, window and full tokens that
+        would be gone by then."""
         chain = self._chain()
-        live = sum(pool.allocated_count() * pool.entry_bytes for pool in chain)
+        live = sum(
+            max(0, pool.allocated_count() - gone) * pool.entry_bytes
+            for pool, gone in zip(chain, given_up, strict=True)
+        )
         sink = min(pool.min_page_index * pool.entry_bytes_per_page for pool in chain)
         pair = self.full_attn_allocator.entry_bytes_per_page + self.swa_attn_allocator.entry_bytes_per_page
         return max(0, pages * pair + live + sink - self.unified_buffer.total_bytes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from allocator.composites.float_room import FloatRoom
+from allocator.composites.reclaim import PhasedReclaim
 from allocator.composites.states import StateDonor
 from allocator.end import MultiEndedAllocator
 from allocator.errors import ConfigurationError
@@ -16,7 +16,7 @@ from allocator.middle import FloatMultiEndedAllocator
 from allocator.pool import UnifiedKVPool
 
 
-class UnifiedMambaSWATokenToKVPoolAllocator(FloatRoom, StateDonor):
+class UnifiedMambaSWATokenToKVPoolAllocator(PhasedReclaim, StateDonor):
     """Tokens of a model with recurrent and sliding-window layers. States come from
     `allocator.composites.state_slots.UnifiedMambaSlotAllocator` over ``mamba_allocator``.
 

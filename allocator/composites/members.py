@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from allocator.composites.accounting import chain_violations
+from allocator.composites.evictions import Evicting
 from allocator.end import MultiEndedAllocator
 from allocator.errors import ConfigurationError, PageAlignmentError
 from allocator.forwards import ForwardDoneEvent
@@ -16,7 +17,7 @@ from allocator.lookup import DEFAULT_STRATEGY
 from allocator.pool import UnifiedKVPool
 
 
-class Composite(ABC):
+class Composite(Evicting, ABC):
     """A surface of token ids, those of the pool ``full``, over several pools of one buffer.
 
     Subclasses set ``full_attn_allocator`` and name all their pools in `_move_gate_targets`.

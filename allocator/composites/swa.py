@@ -7,12 +7,12 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
-from allocator.composites.paired import UnifiedSWAAllocatorBase
+from allocator.composites.reclaim import PlannedReclaim
 from allocator.end import MultiEndedAllocator
 from allocator.errors import ConfigurationError
 
 
-class UnifiedSWATokenToKVPoolAllocator(UnifiedSWAAllocatorBase):
+class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
     """Tokens of a model with sliding-window layers. Takes the arguments of `UnifiedSWAAllocatorBase`.
 
     Both sides take bytes from the gap between them, so a request is judged on what it needs of both together

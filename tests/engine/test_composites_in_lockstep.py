@@ -79,11 +79,10 @@ def test_every_public_name_of_sglangs_is_there_or_known_to_be_the_engines(layout
     assert missing <= THE_ENGINES, missing - THE_ENGINES
 
 
-#: What reads the prefix cache or the server's settings, static pools' lists, and parts of other classes that these inherit.
+#: What makes objects of the scheduler or reads the server's settings, static pools' lists, and parts of other classes that these inherit.
 THE_ENGINES = {
-    "check_decode_capacity", "create_prefill_budget", "evict_to_free_tokens", "max_new_tokens_for_memory",
-    "reclaim_for_prealloc", "merge_and_sort_free", "resize", "free_page_reps_group", "full_page_reps_group", "full_free_group",
-    "swa_req_ring", "swa_ring_cost_tokens",
+    "create_prefill_budget", "max_new_tokens_for_memory", "merge_and_sort_free", "resize", "free_page_reps_group",
+    "full_page_reps_group", "full_free_group", "swa_req_ring", "swa_ring_cost_tokens",
 }  # fmt: skip
 
 
