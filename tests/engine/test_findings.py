@@ -16,7 +16,7 @@ from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
 from replayer.targets_sglang import install_cpu_stand_ins, sglang_version
 from tests.allocator.composite_program import our_composite
-from tests.engine.composites import composite
+from tests.engine.composites import LAYOUTS, composite
 
 pytestmark = [
     pytest.mark.engine,
@@ -80,25 +80,26 @@ def test_available_size_of_two_sides_forgets_that_reserved_places_need_ids() -> 
     assert made.alloc(2) is not None
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"), [("full and swa", "free_full_segment"), ("full and mamba", "free_segment")]
-)
-def test_a_segment_of_int64_that_waits_in_a_group_is_the_callers_own(layout: str, kind: str) -> None:
-    """Its engine's rows are int32, and made into int64 a copy."""
+@pytest.mark.parametrize("of_member", [False, True], ids=["composite", "sub-pool"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_segment_of_int64_that_waits_in_a_group_is_the_callers_own(layout: str, of_member: bool) -> None:
+    """Its engine's rows are int32, and made into int64 they are a copy."""
     made = composite(layout, 4, lazy=True)
+    full = made.full_attn_allocator
+    grouping = full if of_member else made
     for dtype in (torch.int32, torch.int64):
         tokens = made.alloc(8)
-        if layout == "full and swa":
+        free = grouping.free_segment
+        if "swa" in layout:
             made.free_swa(tokens)
+            free = free if of_member else made.free_full_segment
         row = tokens.to(dtype, copy=True)
-        made.free_group_begin()
-        getattr(made, kind)(row, start_pos=0)
+        grouping.free_group_begin()
+        free(row, start_pos=0)
         row.fill_(-1)
-        made.free_group_end()
-        if dtype is torch.int32:
-            assert made.full_attn_allocator.free_virtual_ids[-2:].tolist() == (tokens[::4] // 4).tolist()
-        else:
-            assert made.full_attn_allocator.free_virtual_ids[-2:].tolist() == [-1, -1]
+        grouping.free_group_end()
+        freed = full.free_virtual_ids[-2:].tolist()
+        assert freed == ((tokens[::4] // 4).tolist() if dtype is torch.int32 else [-1, -1])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
