@@ -142,7 +142,9 @@ def _recording(args: argparse.Namespace, setup: Setup, model: str) -> Recording:
         f"kvtape parity, {model}: continuous batching, prefix reuse and preemption on pools of {setup.small_tokens} tokens, pages of "
         f"{layout.page_size}; one layer in three in pool full, the others ({window}) in pool window"
     )
-    return Recording(args.record, model, how, args.plugins)
+    recording = Recording(args.record, model, how, args.plugins)
+    recording.require_nobody_records()  # said before the first run
+    return recording
 
 
 def _about(args: argparse.Namespace, device: str, dtype: Any, setup: Setup, model: str) -> About:

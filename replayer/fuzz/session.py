@@ -16,7 +16,7 @@ from allocator import STRATEGIES
 from replayer.errors import UsageError
 from replayer.fuzz.composite_program import CompositeProgram
 from replayer.fuzz.program import Program
-from replayer.fuzz.shapes import CHAINS, Setting
+from replayer.fuzz.shapes import CHAINS, COMPOSITES, Setting
 from replayer.fuzz.sides import Disagreement, Side
 from replayer.targets import TargetOptions
 from replayer.targets_sglang import sglang_version
@@ -90,10 +90,11 @@ class Session:
         self.own_names = [name for name, target in self._targets if target.allocator != "sglang"]
         self.reference_name = self._targets[0][0] if self.with_sglang else "the oracle"
         self._begin, self._round = monotonic(), 0
-        # Before the first program: whether there are such allocators at all.
-        header = Setting(CHAINS[0], 1, True, 1, 20).header(self.how)
-        for name, target in self._targets:
-            Side(name, header, target)
+        # Before the first program: whether there are such allocators, and such composites, at all.
+        for chain in (CHAINS[0], COMPOSITES[0]):
+            header = Setting(chain, 1, True, 1, 20).header(self.how)
+            for name, target in self._targets:
+                Side(name, header, target)
         self._folder = tempfile.TemporaryDirectory(prefix="kvtape-fuzz-")
         self._found: tuple[Disagreement, Path] | None = None
 

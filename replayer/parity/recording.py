@@ -43,20 +43,31 @@ class Recording:
         self._before: dict[str, str] = {}
 
     def __enter__(self) -> Recording:
+        self.require_nobody_records()
         self._before = _settings()
         if self._target is not None:
-            if RECORD in self._before:
-                raise UsageError(
-                    "--record: this process is being recorded already (kvtape record, KVTAPE_RECORD)"
-                )
             os.environ[RECORD] = str(self._target.absolute())
             # Nobody waits for this engine, and a whole file is what is wanted.
             os.environ.setdefault(ON_OVERFLOW, "block")
-        for plugin in self._plugins:
-            module, _, function = plugin.partition(":")
-            getattr(importlib.import_module(module), function)()
+        try:
+            for plugin in self._plugins:
+                module, _, function = plugin.partition(":")
+                getattr(importlib.import_module(module), function)()
+        except BaseException:
+            self._restore()
+            raise
         self._ends = Notices().run_begins(self._model, self._how)
         return self
+
+    def require_nobody_records(self) -> None:
+        """
+        Raises:
+            UsageError: ``target`` is given, and this process is being recorded as it is.
+        """
+        if self._target is not None and os.environ.get(RECORD):
+            raise UsageError(
+                "--record: this process is being recorded already (kvtape record, KVTAPE_RECORD)"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -87,6 +87,15 @@ def test_a_recording_is_named(toy: None, capsys: pytest.CaptureFixture[str], tmp
     assert process.current() is None
 
 
+def test_what_is_recorded_already_is_not_recorded_twice(
+    toy: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVTAPE_RECORD", str(tmp_path / "outer.msgpack.zst"))
+    code, out, err = ran(capsys, "--prompts", "2", "--record", str(tmp_path / "run.msgpack.zst"))
+    assert (code, out) == (2, "") and "recorded already" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 TOY_COMMAND = """
 import sys
 from replayer.main import main
