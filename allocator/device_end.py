@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from allocator.device_plan import live_places, selected, sorted_by_rank
+from allocator.device_plan import descending_by_rank, live_places, selected
 from allocator.errors import CorruptMappingError
 from allocator.free_lists import HoleList
 from allocator.late_room import LateRoom
@@ -86,39 +86,40 @@ class DeviceMultiEndedAllocator(LateRoom):
         pages = holes.pages
         count = pages.shape[0]
         grows_up = self.grow_direction == "up"
+        # The holes farthest from the watermark, one more than there are live pages or all, descending.
         most = live + 1 if live < count else count
-        # The farthest from the watermark first.
-        if holes.is_sorted or (count >= LARGE_WINDOW and self._sort_densely(holes)):
-            pages = holes.pages
-            farthest = pages[:most] if grows_up else pages[count - most :].flip(0)
+        if holes.is_sorted:
+            down = (pages[:most] if grows_up else pages[count - most :]).flip(0)
+        elif count >= LARGE_WINDOW and self._is_dense(count):
+            down = descending_by_rank(pages, *self._band_pages())
+            down = down[count - most :] if grows_up else down[:most]
         else:
-            farthest = torch.topk(pages, most, largest=not grows_up)[0]
-        # So many lie outside if the border is between two neighbours of that list, and they are asked where they lie.
-        last, following = self._read_back.read_two(farthest, live - 1 if live else 0, most - 1)
+            down = torch.topk(pages, most, largest=not grows_up)[0]
+            if grows_up:
+                down = down.flip(0)
+        # As many lie outside as there are live pages if the border is between that many and the next, and they are asked where they lie.
         if grows_up:
+            following, last = self._read_back.read_two(down, 0, most - live if live else 0)
             fits = (not live or last < low) and (live == count or following >= low)
         else:
-            high = low + count
-            fits = (not live or last >= high) and (live == count or following < high)
+            last, following = self._read_back.read_two(down, live - 1 if live else 0, most - 1)
+            fits = (not live or last >= low + count) and (live == count or following < low + count)
         if not fits:
-            raise self._contradiction(holes.pages, live, low)
-        places = farthest if live == count else farthest[:live]
-        return places.flip(0) if grows_up else places
+            raise self._contradiction(pages, live, low)
+        if live == count:
+            return down
+        return down[1:] if grows_up else down[:live]
 
-    def _sort_densely(self, holes: HoleList) -> bool:
-        """Sort holes by counting if that, which takes time in proportion to the band, is worth it; whether it was done."""
-        count = len(holes)
-        low, high = self._band_pages()
-        if count < LARGE_WINDOW or high - low > DENSE * count:
-            return False
-        holes.set_sorted(sorted_by_rank(holes.pages, low, high))
-        return True
+    def _is_dense(self, count: int) -> bool:
+        """Whether ``count`` holes are sorted faster by counting, which takes time in proportion to the band, than by comparing them."""
+        return count >= LARGE_WINDOW and self._allocated_pages() <= DENSE * count
 
     def _sorted_holes(self) -> torch.Tensor:
         """All holes, ascending; int64 ``[n]``."""
-        if not self.holes.is_sorted:
-            self._sort_densely(self.holes)
-        return self.holes.sorted()
+        holes = self.holes
+        if not holes.is_sorted and self._is_dense(len(holes)):
+            holes.set_sorted(descending_by_rank(holes.pages, *self._band_pages()).flip(0))
+        return holes.sorted()
 
     def _move_out_of(
         self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor

@@ -45,13 +45,13 @@ def live_places(owners: torch.Tensor) -> Sources:
     return Sources(torch.cumsum(owners >= 0, 0))
 
 
-def sorted_by_rank(pages: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """``pages`` (int64 ``[n]``, each once, all in ``[low, high)``) ascending: each goes where the number of lower ones sends it.
+def descending_by_rank(pages: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """``pages`` (int64 ``[n]``, each once, all in ``[low, high)``) descending: each goes where the number of higher ones sends it.
 
     It takes time in proportion to ``n`` and to ``high - low``, and no comparison of pages that a processor would have to guess.
     """
-    at = pages - low
-    rank = pages.new_zeros(high - low).scatter_(0, at, 1).cumsum_(0).index_select(0, at)
+    from_the_top = (high - 1) - pages
+    rank = pages.new_zeros(high - low).scatter_(0, from_the_top, 1).cumsum_(0).index_select(0, from_the_top)
     return pages.new_zeros(pages.shape[0] + 1).scatter_(0, rank, pages)[1:]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from allocator import device_end
 from allocator.device_end import LARGE_WINDOW
-from allocator.device_plan import selected, sorted_by_rank
+from allocator.device_plan import descending_by_rank, selected
 from tests.allocator.pools import two_ends, whole_state
 
 pytestmark = pytest.mark.cpu
@@ -57,9 +57,9 @@ def test_holes_in_a_wide_band_are_not_counted_into_order(
 
     def watched(pages: torch.Tensor, low: int, high: int) -> torch.Tensor:
         sorted_at.append((low, high))
-        return sorted_by_rank(pages, low, high)
+        return descending_by_rank(pages, low, high)
 
-    monkeypatch.setattr(device_end, "sorted_by_rank", watched)
+    monkeypatch.setattr(device_end, "descending_by_rank", watched)
     assert flushed("device", pool, LARGE_WINDOW, 7, urgent) == expected
     assert len(sorted_at) == 1
     monkeypatch.setattr(device_end, "DENSE", 1)
@@ -71,7 +71,7 @@ def test_holes_in_a_wide_band_are_not_counted_into_order(
 def test_ranks_sort_and_select_as_sort_and_a_mask_do(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     pages = 40 + torch.randperm(700, generator=generator)[:count]
-    assert torch.equal(sorted_by_rank(pages, 40, 740), torch.sort(pages)[0])
+    assert torch.equal(descending_by_rank(pages, 40, 740), torch.sort(pages, descending=True)[0])
     is_wanted = torch.rand(count, generator=generator) < 0.5
     wanted = pages[is_wanted]
     assert torch.equal(selected(pages, ~is_wanted, wanted.shape[0]), wanted)
