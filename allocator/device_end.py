@@ -62,12 +62,12 @@ class DeviceMultiEndedAllocator(LateRoom):
         mark = self._mark
         low = mark - count if grows_up else mark + 1
         owners = self._tables.physical_to_virtual[low : low + count]
-        is_vacant = owners.signbit()
-        moves = count - self._read_back.read_one(is_vacant.count_nonzero())
+        is_live = owners >= 0
+        moves = self._read_back.read_one(is_live.count_nonzero())
         dst_pages = self._places_for(moves, holes, low)
         if moves:
             self._forward.settle()
-            self._move_out_of(owners, is_vacant, low, dst_pages)
+            self._move_out_of(owners, is_live, low, dst_pages)
         self._mark = mark - count if grows_up else mark + count
         holes.clear()
         return moves
@@ -122,13 +122,13 @@ class DeviceMultiEndedAllocator(LateRoom):
         return holes.sorted()
 
     def _move_out_of(
-        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
+        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
     ) -> torch.Tensor:
         """Move the live pages out of the window that begins at page ``low``, the lowest to the first of ``dst_pages``.
 
         Args:
             owners: the window's part of the inverse table, int64 ``[window]``, a view of it.
-            is_vacant: which of its pages have no owner, bool ``[window]``.
+            is_live: which of its pages have one, bool ``[window]``.
             dst_pages: int64 ``[moves]``, as many as there are live pages.
 
         Returns:
@@ -141,9 +141,9 @@ class DeviceMultiEndedAllocator(LateRoom):
             src_pages, virtual_pages = pages, owners.clone()
         else:
             if window < LARGE_WINDOW:
-                src_pages = torch.topk(torch.where(is_vacant, self._far, pages), moves, largest=False)[0]
+                src_pages = torch.topk(torch.where(is_live, pages, self._far), moves, largest=False)[0]
             else:
-                src_pages = selected(pages, is_vacant, moves)
+                src_pages = selected(pages, is_live, moves)
             virtual_pages = tables.physical_to_virtual.index_select(0, src_pages)
         self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
         tables.bind(virtual_pages, dst_pages)
@@ -173,8 +173,8 @@ class DeviceMultiEndedAllocator(LateRoom):
         low = mark - count if grows_up else mark + 1
         high = low + count
         owners = self._tables.physical_to_virtual[low:high]
-        is_vacant = owners.signbit()
-        live = moves = count - self._read_back.read_one(is_vacant.count_nonzero())
+        is_live = owners >= 0
+        live = moves = self._read_back.read_one(is_live.count_nonzero())
         stop = None
         if live and tokens is not None:
             page = self._first_page_written(tokens)
@@ -191,8 +191,8 @@ class DeviceMultiEndedAllocator(LateRoom):
         if stop is not None:
             # Of the window only what is nearer to the watermark than the first page about to be written.
             nearer = slice(stop + 1 - low, None) if grows_up else slice(stop - low)
-            owners, is_vacant, low = owners[nearer], is_vacant[nearer], stop + 1 if grows_up else low
-            moves = owners.shape[0] - self._read_back.read_one(is_vacant.count_nonzero())
+            owners, is_live, low = owners[nearer], is_live[nearer], stop + 1 if grows_up else low
+            moves = self._read_back.read_one(is_live.count_nonzero())
             dst_pages = dst_pages[live - moves :] if grows_up else dst_pages[:moves]
         if touching:
             self._mark = mark - touching if grows_up else mark + touching
@@ -205,7 +205,7 @@ class DeviceMultiEndedAllocator(LateRoom):
         if not moves:
             self._note_idle(is_capped=False, holds_back=True)
             return 0
-        src_pages = self._move_out_of(owners, is_vacant, low, dst_pages)
+        src_pages = self._move_out_of(owners, is_live, low, dst_pages)
         holds_back = self._vacate_pages(src_pages.flip(0) if grows_up else src_pages)
         self._note_idle(is_capped=moves == self._lazy_max_moves_per_call, holds_back=holds_back)
         return moves
@@ -312,12 +312,12 @@ class DeviceMultiEndedAllocator(LateRoom):
         count = ascending.shape[0]
         low = self._mark - count if self.grow_direction == "up" else self._mark + 1
         owners = self._tables.physical_to_virtual[low : low + count]
-        is_vacant = owners.signbit()
-        moves = count - self._read_back.read_one(is_vacant.count_nonzero())
+        is_live = owners >= 0
+        moves = self._read_back.read_one(is_live.count_nonzero())
         dst_pages = self._places_for(moves, freed, low)
         self._retreat(count)
         if moves:
-            self._move_out_of(owners, is_vacant, low, dst_pages.flip(0))
+            self._move_out_of(owners, is_live, low, dst_pages.flip(0))
 
     def _contradiction(self, vacant: torch.Tensor, live: int, low: int) -> CorruptMappingError:
         high = low + vacant.shape[0]

@@ -55,10 +55,10 @@ def descending_by_rank(pages: torch.Tensor, low: int, high: int) -> torch.Tensor
     return pages.new_zeros(pages.shape[0] + 1).scatter_(0, rank, pages)[1:]
 
 
-def selected(pages: torch.Tensor, is_left_out: torch.Tensor, count: int) -> torch.Tensor:
-    """``pages`` (int64 ``[n]``) without those that are left out (bool ``[n]``), in their order; int64 ``[count]``, as many as there are.
-    Every page writes itself to the row that its rank says, those that are left out to one row that is dropped."""
-    rows = torch.cumsum(~is_left_out, 0).masked_fill_(is_left_out, 0)
+def selected(pages: torch.Tensor, is_wanted: torch.Tensor, count: int) -> torch.Tensor:
+    """Those of ``pages`` (int64 ``[n]``) that are wanted (bool ``[n]``), in their order; int64 ``[count]``, as many as there are. Every
+    page writes itself to the row that its rank says, those that are not wanted to one row that is dropped."""
+    rows = torch.cumsum(is_wanted, 0).mul_(is_wanted)
     return pages.new_zeros(count + 1).scatter_(0, rows, pages)[1:]
 
 

@@ -22,11 +22,6 @@ class DeviceReleasingBand(LateChecks):
         longest = max(self.physical_to_virtual.shape[0], self.virtual_to_physical.shape[0])
         return torch.arange(longest, dtype=torch.int64, device=self.device)
 
-    @cached_property
-    def _numbers_down(self) -> torch.Tensor:
-        """The same numbers, descending to 0."""
-        return self._numbers.flip(0)
-
     def _numbers_from_one(self, count: int) -> torch.Tensor:
         """int64 ``[count]``: 1, 2, ..."""
         if count < self._numbers.shape[0]:

@@ -74,4 +74,4 @@ def test_ranks_sort_and_select_as_sort_and_a_mask_do(count: int) -> None:
     assert torch.equal(descending_by_rank(pages, 40, 740), torch.sort(pages, descending=True)[0])
     is_wanted = torch.rand(count, generator=generator) < 0.5
     wanted = pages[is_wanted]
-    assert torch.equal(selected(pages, ~is_wanted, wanted.shape[0]), wanted)
+    assert torch.equal(selected(pages, is_wanted, wanted.shape[0]), wanted)

@@ -21,19 +21,19 @@ class MovesInTheOtherOrder(DeviceMultiEndedAllocator):
     """The page nearest the watermark gets the nearest hole: correct in every way, but not where the other strategies put it."""
 
     def _move_out_of(
-        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
+        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
     ) -> torch.Tensor:
-        return super()._move_out_of(owners, is_vacant, low, dst_pages.flip(0))
+        return super()._move_out_of(owners, is_live, low, dst_pages.flip(0))
 
 
 class KeepsTheWindowMapped(DeviceMultiEndedAllocator):
     """The window that was vacated stays in the inverse table."""
 
     def _move_out_of(
-        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
+        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
     ) -> torch.Tensor:
         before = owners.clone()
-        moved = super()._move_out_of(owners, is_vacant, low, dst_pages)
+        moved = super()._move_out_of(owners, is_live, low, dst_pages)
         owners.copy_(before)
         return moved
 
@@ -42,9 +42,9 @@ class ShiftsTheWindow(DeviceMultiEndedAllocator):
     """Pages of the window are numbered from one place too far."""
 
     def _move_out_of(
-        self, owners: torch.Tensor, is_vacant: torch.Tensor, low: int, dst_pages: torch.Tensor
+        self, owners: torch.Tensor, is_live: torch.Tensor, low: int, dst_pages: torch.Tensor
     ) -> torch.Tensor:
-        return super()._move_out_of(owners, is_vacant, low + 1, dst_pages)
+        return super()._move_out_of(owners, is_live, low + 1, dst_pages)
 
 
 class StopsAtTheFarthestWrite(DeviceMultiEndedAllocator):
