@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import torch
 
+from allocator.band import Side
 from allocator.late_middle import LateFloat
 
 
 class DeviceFloatMultiEndedAllocator(LateFloat):
     """`FloatMultiEndedAllocator` with ``strategy="device"``. Here is what it gives back where numbers are there at once (a CPU);
-    `LateFloat` has what is done where they are not. `make_room` and `compact_holes` plan on the host as before."""
+    `LateFloat` has what is done where they are not. `compact_holes`, and `make_room` where all pages have to move, plan on the host as
+    before."""
 
     def _give_back_borders(self) -> int:
         if not self._read_back.immediate:
             return self._give_back_borders_late()
         asked = self._ask_for_borders()
         return 0 if asked is None else self._shrink(asked[0], self._read_back.read(*asked[1:])[:2])
+
+    def _leave_border(self, side: Side, count: int) -> bool:
+        """As on the host, with one read: how many holes there are beyond the pages that leave, and where the span ends afterwards."""
+        low, high, holes = self._low, self._high, self.holes.sorted()
+        num_holes, is_high = holes.shape[0], side == "high"
+        live = high - low - num_holes
+        is_live = torch.ones(high - low, dtype=torch.bool, device=self.device)
+        is_live.index_fill_(0, holes - low, False)
+        rank = torch.cumsum(is_live, 0)
+        ordinals = self._numbers_from_one(count)
+        src_pages = torch.searchsorted(rank, (live + 1) - ordinals if is_high else ordinals) + low
+        nearest = src_pages[-1]
+        beyond = torch.count_nonzero(holes < nearest if is_high else holes > nearest)
+        # Holes, farthest first, and behind them pages past the far border.
+        row = self._numbers[:count]
+        dst_pages = (low - 1) - (row - beyond) if is_high else high + (row - beyond)
+        if num_holes:
+            farthest = holes if is_high else holes.flip(0)
+            in_hole = farthest.index_select(0, row.clamp(max=num_holes - 1))
+            dst_pages = torch.where(row < beyond, in_hole, dst_pages)
+        staying = (1, live - count) if is_high else (count + 1, live)
+        first, last = (torch.searchsorted(rank, self._numbers[ordinal]) + low for ordinal in staying)
+        places, new_low, new_last = self._read_back.read(
+            beyond, torch.minimum(first, dst_pages.amin()), torch.maximum(last, dst_pages.amax())
+        )[:3]
+        self._look_for_errors()
+        if count - places > self._gap_pages()[0 if is_high else 1]:
+            return False
+        virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
+        self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
+        self._tables.remap_moved(virtual_pages, src_pages, dst_pages)
+        begin, end = min(low, new_low), max(high, new_last + 1)
+        is_hole = torch.ones(end - begin, dtype=torch.bool, device=self.device)
+        is_hole[low - begin : high - begin] = ~is_live
+        is_hole.index_fill_(0, src_pages - begin, True).index_fill_(0, dst_pages - begin, False)
+        self._low, self._high = new_low, new_last + 1
+        unfilled = torch.cumsum(is_hole[new_low - begin : self._high - begin], 0)
+        left = self._numbers_from_one(self._high - new_low - live)
+        self.holes.set_sorted(torch.searchsorted(unfilled, left) + new_low)
+        self._holes_dirty = False
+        return True
 
     def _ask_for_borders(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """The holes, ascending, and how many of them touch the low and the high border (int64 ``[]`` each); None if nothing is to do."""

@@ -302,12 +302,14 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
 
     def make_room(self, *, side: Side, min_bytes: int) -> int:
         self._settle_chain()
-        self._require_no_fault()
         return super().make_room(side=side, min_bytes=min_bytes)
+
+    def _live_on_host(self) -> tuple[list[int], set[int]]:
+        self._require_no_fault()
+        return super()._live_on_host()
 
     def compact_holes(self, *, retreat_side: Side) -> int:
         self._settle()
-        self._require_no_fault()
         return super().compact_holes(retreat_side=retreat_side)
 
     def _require_no_fault(self) -> None:

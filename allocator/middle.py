@@ -239,22 +239,27 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         if (high - low - live_count) * self.entry_bytes_per_page < min_bytes:
             return open_bytes
         needed = -(-(min_bytes - open_bytes) // self.entry_bytes_per_page)
-        live, holes = self._live_on_host()
         if needed >= live_count:
+            live, _ = self._live_on_host()
             self._pack(live, low if side == "high" else high - live_count)
             return self._gap_bytes(side)
-        src_list = live[: -needed - 1 : -1] if side == "high" else live[:needed]
+        return self._gap_bytes(side) if self._leave_border(side, needed) else open_bytes
+
+    def _leave_border(self, side: Side, count: int) -> bool:
+        """Move the ``count`` live pages nearest to the ``side`` border, not all there are, to the other side of those that stay, and end
+        the span at what is live then. False, and nothing has changed, if there is no room for them."""
+        live, holes = self._live_on_host()
+        src_list = live[: -count - 1 : -1] if side == "high" else live[:count]
         dst_list = self._places_beyond(src_list, holes, side)
         if dst_list is None:
-            return open_bytes
+            return False
         self._move(src_list, dst_list)
         final = sorted((set(live) - set(src_list)) | set(dst_list))
         self.low_wm_page, self.high_wm_page = final[0], final[-1] + 1
         occupied = set(final)
         self._set_holes([page for page in range(self.low_wm_page, self.high_wm_page) if page not in occupied])
-        self._holes_dirty = True
-        self._give_back_borders()
-        return self._gap_bytes(side)
+        self._holes_dirty = False
+        return True
 
     def _places_beyond(self, src_list: list[int], holes: set[int], side: Side) -> list[int] | None:
         """Where pages leaving the ``side`` border go: holes on the far side of all of them, farthest first, then beyond the far

@@ -174,3 +174,41 @@ def test_an_end_beside_a_float_that_may_be_empty_takes_only_what_is_certain() ->
     assert late.pools["swa"].alloc(PAGE).tolist() == other.pools["swa"].alloc(PAGE).tolist()
     assert late.pools["swa"].blocking_reads == 0
     assert state(late) == state(other)
+
+
+@pytest.mark.parametrize("side", ["low", "high"])
+@pytest.mark.parametrize(("kind", "reads"), [("at once", 0), ("never", 1)])
+def test_room_is_made_with_one_read_of_numbers(kind: str, reads: int, side: str) -> None:
+    """Holes in the middle and at the far border, numbers all there: what is left to be read is where the pages go."""
+    made, other = chain(kind), chain("batched")
+    first = int(other.pools["swa"].min_page_index)
+    opened = {}
+    ledger = SyncLedger("cpu")
+    ledger.host(*made.pools["swa"].pinned_host_tensors, pinned=True)
+    for name, each in (("made", made), ("other", other)):
+        pool = each.pools["swa"]
+        pool.free_segment(torch.arange(2 * PAGE) + (first + 4) * PAGE, start_pos=0)
+        border = first if side == "high" else first + 9
+        pool.free_segment(torch.arange(PAGE) + border * PAGE, start_pos=0)
+        open_now = pool._gap_bytes(side)
+        wanted = open_now + 3 * pool.entry_bytes_per_page
+        with ledger, ledger.call(name, audit=True) as found:
+            opened[name] = pool.make_room(side=side, min_bytes=wanted)
+        assert opened[name] >= wanted
+        if name == "made":
+            assert (found.total, pool.blocking_reads) == (reads, reads)
+    assert opened["made"] == opened["other"] and ledger.disagreements == []
+    assert state(made) == state(other)
+
+
+def test_room_that_is_not_there_is_not_made() -> None:
+    made, other = chain("at once"), chain("batched")
+    for each in (made, other):
+        pool = each.pools["swa"]
+        before = state(each)
+        low, high = pool._gap_pages()
+        assert low == 0 and high
+        assert pool.make_room(
+            side="high", min_bytes=(high + 2) * pool.entry_bytes_per_page
+        ) == pool._gap_bytes("high")
+        assert state(each) == before
