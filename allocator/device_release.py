@@ -16,6 +16,9 @@ from allocator.unsettled import FAR
 class DeviceReleasingBand(LateChecks):
     """What END pools and floats share of the ``device`` strategy."""
 
+    #: While pages are asked for that the caller was told are there.
+    _is_promised = False
+
     @cached_property
     def _numbers(self) -> torch.Tensor:
         """int64 ``[number of pages or ids, whichever is more]``: 0, 1, 2, ...; parts of it stand where ``arange`` would be made anew."""
@@ -112,6 +115,21 @@ class DeviceReleasingBand(LateChecks):
         """Pages that are handed out. Of a buffer that was frozen by a fault the host may have a wrong idea: the padding page, not
         somebody's."""
         return torch.where(self._errors.ok, taken, 0) if self._errors.freezes else taken
+
+    # -- alloc
+
+    def alloc_with_virtual(self, virtual_pages: torch.Tensor) -> None:
+        # Its caller has looked at sizes before, so that it need not be known here whether there is room.
+        self._is_promised = True
+        try:
+            super().alloc_with_virtual(virtual_pages)
+        finally:
+            self._is_promised = False
+
+    def _note_broken_promise(self, lacks: torch.Tensor) -> None:
+        """Write down that there was no room (``lacks``: bool ``[]``) for pages that had to be there."""
+        nothing = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        self._errors.note(Fault.OUT_OF_ROOM, lacks.reshape(1), nothing, nothing)
 
     # -- free
 

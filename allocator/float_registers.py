@@ -72,6 +72,13 @@ class FloatRegisters:
         self.low, self.high = self.low + at_low, self.high - at_high
         return given_back
 
+    def lacks(self, want: int, region: tuple[int | torch.Tensor, int | torch.Tensor]) -> torch.Tensor:
+        """Whether `take` would find fewer than ``want`` pages: bool ``[]``."""
+        region_low, region_high = region
+        gap = torch.maximum(self.low - region_low, region_high - self.high)
+        fresh = torch.where(self.high > self.low, gap, region_high - region_low)
+        return self.count + fresh.clamp(min=0) < want
+
     def take(
         self, want: int, region: tuple[int | torch.Tensor, int | torch.Tensor], numbers: torch.Tensor
     ) -> torch.Tensor:

@@ -234,8 +234,11 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
             return super().take_physical_pages(num_pages)
         is_exact = self._poll_chain() or (self._is_settled and num_pages <= len(self.holes))
         if not is_exact and num_pages * self.page_size > self.available_size():
-            self._settle_chain()
-            is_exact = True
+            if self._is_promised:
+                self._note_broken_promise(self._lacks(num_pages))
+            else:
+                self._settle_chain()
+                is_exact = True
         with self._blaming_faults():
             if not is_exact:
                 return self._unless_frozen(self._take_late(num_pages))
@@ -247,6 +250,10 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
             neighbour is None or neighbour._is_settled
             for neighbour in (self._neighbour("low"), self._neighbour("high"))
         )
+
+    def _lacks(self, num_pages: int) -> torch.Tensor:
+        """Whether ``num_pages`` are more than can be handed out: bool ``[]``, on the device, exact."""
+        return self._unsettle().lacks(num_pages, self._region_on_device())
 
     def _take_late(self, num_pages: int) -> torch.Tensor:
         """Pages that are certain to be there."""

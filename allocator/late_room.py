@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import torch
 
-from allocator.error_log import Fault
 from allocator.late_flush import LateFlush
 from allocator.unsettled import FAR, PackedPerhaps
 
@@ -27,7 +26,6 @@ class LateRoom(LateFlush):
     _granted = 0
     #: While an urgent flush is made that depends on it: whether it happens, bool ``[]`` on the device.
     _only_if: torch.Tensor | None = None
-    _is_promised = False
 
     def clear(self) -> None:
         self._granted = 0
@@ -57,6 +55,7 @@ class LateRoom(LateFlush):
         neighbour = self._growth_side_neighbor()
         if (
             num_pages * self.page_size <= self.available_size()
+            or self._poll_chain()  # pools whose sizes are exact whenever they are asked for have waited by now
             or not isinstance(neighbour, LateRoom)
             or not neighbour._drains_on_urgent_flush()
             or (self._ids_are_late() and self._ids is not None and num_pages > len(self._ids))
@@ -96,17 +95,9 @@ class LateRoom(LateFlush):
             and not self._poll_chain()
             and num_pages * self.page_size > self.available_size()
         ):
-            nothing = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-            self._errors.note(Fault.OUT_OF_ROOM, self._lacks(num_pages).reshape(1), nothing, nothing)
+            self._note_broken_promise(self._lacks(num_pages))
             return self._take_late(num_pages)
         return super().take_physical_pages(num_pages)
-
-    def alloc_with_virtual(self, virtual_pages: torch.Tensor) -> None:
-        self._is_promised = True
-        try:
-            super().alloc_with_virtual(virtual_pages)
-        finally:
-            self._is_promised = False
 
     # -- an urgent flush that happens or not
 

@@ -250,6 +250,7 @@ def float_between(page_size: int) -> None:
     given(middle.alloc(2 * page_size))
     given(low.alloc(page_size))
     high.alloc_with_virtual(on_gpu(1))
+    middle.alloc_with_virtual(on_gpu(middle.available_size() // page_size + 1))
 
 
 def main() -> None:

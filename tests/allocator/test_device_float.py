@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from allocator.errors import OutOfRoomError
 from replayer.ledger import SyncLedger
 from tests.allocator.test_device_lockstep import Side
 
@@ -212,3 +213,26 @@ def test_room_that_is_not_there_is_not_made() -> None:
             side="high", min_bytes=(high + 2) * pool.entry_bytes_per_page
         ) == pool._gap_bytes("high")
         assert state(each) == before
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_pages_that_were_promised_are_taken_without_a_wait(too_many: int) -> None:
+    late, other = chain("never"), chain("batched")
+    first = int(late.pools["swa"].min_page_index)
+    for side in (late, other):
+        side.pools["swa"].free(pages_of(side, first, first + 3, first + 9))
+        side.pools["swa"].flush_opportunistic()
+    made, batched = late.pools["swa"], other.pools["swa"]
+    certain, exact = (pool.available_size() // PAGE for pool in (made, batched))
+    assert certain < exact
+    ids = torch.arange(first + 10, first + 10 + exact + too_many)
+    made.alloc_with_virtual(ids)
+    assert made.blocking_reads == 0
+    if not too_many:
+        batched.alloc_with_virtual(ids)
+        assert state(late) == state(other)
+        return
+    for pool in (made, batched):
+        with pytest.raises(OutOfRoomError):
+            pool.alloc_with_virtual(ids)
+            pool._errors.look(wait=True)
