@@ -21,7 +21,8 @@ class DeviceFloatMultiEndedAllocator(LateFloat):
 
     def _leave_border(self, side: Side, count: int) -> bool:
         """As on the host, with one read: how many holes there are beyond the pages that leave, and where the span ends afterwards."""
-        low, high, holes = self._low, self._high, self.holes.sorted()
+        # The list keeps its order if nothing moves: a request that takes all holes gets them as they came.
+        low, high, holes = self._low, self._high, torch.sort(self.holes.pages)[0]
         num_holes, is_high = holes.shape[0], side == "high"
         live = high - low - num_holes
         is_live = torch.ones(high - low, dtype=torch.bool, device=self.device)

@@ -24,8 +24,8 @@ class LateRoom(LateFlush):
 
     #: Pages that may be taken though bounds do not promise them: the device was asked to make sure of them.
     _granted = 0
-    #: While an urgent flush is made that depends on it: whether it happens, bool ``[]`` on the device.
-    _only_if: torch.Tensor | None = None
+    #: While an urgent flush is made that depends on it: whether it happens, bool ``[]`` on the device. Else None.
+    flush_condition: torch.Tensor | None = None
 
     def clear(self) -> None:
         self._granted = 0
@@ -103,18 +103,18 @@ class LateRoom(LateFlush):
 
     def _flush_if(self, condition: torch.Tensor) -> None:
         """`flush_for_allocation` if ``condition`` (bool ``[]``) holds; only of a pool that may move its pages."""
-        self._only_if = condition
+        self.flush_condition = condition
         try:
             self.flush_for_allocation()
         finally:
-            self._only_if = None
+            self.flush_condition = None
 
     def _take_back_pending(self, *, wait: bool) -> None:
-        if self._only_if is None:
+        if self.flush_condition is None:
             super()._take_back_pending(wait=wait)
 
     def _pack_late(self) -> int:
-        return super()._pack_late() if self._only_if is None else self._pack_if(self._only_if)
+        return super()._pack_late() if self.flush_condition is None else self._pack_if(self.flush_condition)
 
     def _pack_if(self, condition: torch.Tensor) -> int:
         """The urgent pass with registers: no hole and nothing pending is left if ``condition`` holds, nothing changes otherwise."""

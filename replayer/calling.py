@@ -167,12 +167,15 @@ class Caller:
                 took = perf_counter_ns() - begin
             with self.hazards.uncounted():
                 moved = self.moves.moved_pages(state.name) - before
+                # An urgent flush may depend on what the device finds (`allocator.late_room`).
+                condition = getattr(state.allocator, "flush_condition", None)
+                is_made = condition is None or bool(condition)
             syncs = (
                 (0, 0, 0)
                 if counted is None
                 else (counted.device_to_host, counted.host_to_device, counted.waits)
             )
-            if self.records_flushes:
+            if self.records_flushes and is_made:
                 self.flushes.append(
                     FlushRecord(self.seq, state.name, urgent, moved, moved * state.page_bytes, *syncs, took)
                 )

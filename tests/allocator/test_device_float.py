@@ -206,9 +206,11 @@ def test_room_that_is_not_there_is_not_made() -> None:
     made, other = chain("at once"), chain("batched")
     for each in (made, other):
         pool = each.pools["swa"]
+        for page in (8, 6):
+            pool.free_segment(torch.arange(PAGE) + (int(pool.min_page_index) + page) * PAGE, start_pos=0)
         before = state(each)
         low, high = pool._gap_pages()
-        assert low == 0 and high
+        assert low == 0 and high and before["holes"] == [8 + pool.low_wm_page, 6 + pool.low_wm_page]
         assert pool.make_room(
             side="high", min_bytes=(high + 2) * pool.entry_bytes_per_page
         ) == pool._gap_bytes("high")
