@@ -218,7 +218,6 @@ class CompositePrograms(HostTierRules):
         self.run.flush_all()
 
     def _cleared(self) -> None:
-        super()._cleared()
         self.slots = []
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from recorder.trace import EventKind
 from replayer.fuzz.composite_program import CompositeProgram
 from replayer.fuzz.rules import Rules
 
@@ -36,17 +37,29 @@ class HostTierRules(Rules):
         #: Host slots that hold a window page.
         self.hosted: list[int] = []
         self.copies: list[Copy] = []
-        #: Places reserved before a load was queued, which by SGLang's rule ended all reservations: they are freed, not cancelled.
-        self.overdue: list[list[int]] = []
         self.copied = self.host_slots = 0
+
+    def _settled(self, pages: Iterable[int]) -> list[int]:
+        """Those of them into which no request grows, ascending: a tree keeps whole pages."""
+        growing = {
+            grant.tokens[-1] // grant.page_size
+            for grant in self.model.grants
+            if grant.grows and grant.length % grant.page_size
+        }
+        return sorted(set(pages) - growing)
 
     @precondition(lambda self: self.has_host_tier and bool(self.model.grants))
     @rule(data=st.data(), of_window=st.booleans())
     def backup(self, data: st.DataObject, of_window: bool) -> None:
         """Pages of a pool are copied to the host; they may move meanwhile."""
         pool = "swa" if of_window and self.model.bound.get("swa") else "full"
-        live = sorted(self.model.bound["swa"]) if pool == "swa" else self.model.live_pages("full")
+        live = self._settled(self.model.bound["swa"] if pool == "swa" else self.model.live_pages("full"))
+        if not live:
+            return
         pages = sorted(data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique=True)))
+        self._back_up(pool, pages)
+
+    def _back_up(self, pool: str, pages: list[int]) -> Copy:
         slots = list(range(self.host_slots, self.host_slots + len(pages)))
         self.host_slots += len(pages)
         table = self.run.reference.pools[pool].virtual_to_physical
@@ -54,6 +67,29 @@ class HostTierRules(Rules):
         self.copied += 1
         self.run.backup(self.copied, pool, places, slots, pages)
         self.copies.append(Copy(self.copied, pool, pages, slots if pool == "swa" else []))
+        return self.copies[-1]
+
+    @precondition(lambda self: self.has_host_tier and bool(self.model.bound.get("swa")))
+    @rule(data=st.data(), packs=st.booleans())
+    def swap(self, data: st.DataObject, packs: bool) -> None:
+        """Window pages go to the host, leave the device, and come back to other places."""
+        live = self._settled(self.model.bound["swa"])
+        if not live:
+            return
+        pages = sorted(data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique=True)))
+        self._end_copies_of(pages, "swa")
+        backup = self._back_up("swa", pages)
+        self._end_copy(backup)
+        size = self.model.page_size["swa"]
+        tokens = [token for grant in self.model.grants for token in grant.tokens]
+        self.run.give(EventKind.FREE_SWA, [token for token in tokens if token // size in pages])
+        self.model.bound["swa"].difference_update(pages)
+        if packs:
+            self.run.flush_all()
+        places = self.run.alloc_physical("swa", len(pages) * size)
+        if places:
+            self._map(pages, places)
+            self._load(pages, places, backup.fills)
 
     @precondition(lambda self: bool(self.copies))
     @rule(data=st.data())
@@ -91,27 +127,25 @@ class HostTierRules(Rules):
         _, places = self.model.reservations.pop()
         size = self.model.page_size["swa"]
         count = len(places) // size
-        bare = self.model.unbound("swa")[:count]
+        bare = self._settled(self.model.unbound("swa"))[:count]
         if not maps or len(bare) < count:
             self.run.free_physical("swa", places, cancel=True)
             return
-        self.run.set_full_to_swa_mapping(
-            [page * size + offset for page in bare for offset in range(size)], places
-        )
-        self.model.bound["swa"].update(bare)
+        self._map(bare, places)
         if loads and len(self.hosted) >= count:
-            self.copied += 1
-            self.run.load_back(
-                self.copied, "swa", [place // size for place in places[::size]], self.hosted[-count:], bare
-            )
-            self.copies.append(Copy(self.copied, "swa", bare, []))
-            self.overdue += [tokens for _, tokens in self.model.reservations]
-            self.model.reservations.clear()
+            self._load(bare, places, self.hosted[-count:])
 
-    @precondition(lambda self: bool(self.overdue))
-    @rule()
-    def free_overdue(self) -> None:
-        self.run.free_physical("swa", self.overdue.pop(), cancel=False)
+    def _map(self, pages: list[int], places: list[int]) -> None:
+        size = self.model.page_size["swa"]
+        tokens = [page * size + offset for page in pages for offset in range(size)]
+        self.run.set_full_to_swa_mapping(tokens, places)
+        self.model.bound["swa"].update(pages)
 
-    def _cleared(self) -> None:
-        self.overdue.clear()
+    def _load(self, pages: list[int], places: list[int], slots: list[int]) -> None:
+        """By SGLang's rule a load that is queued ends all reservations: what is not in it has been given up by then."""
+        while self.model.reservations:
+            self.run.free_physical("swa", self.model.reservations.pop()[1], cancel=True)
+        size = self.model.page_size["swa"]
+        self.copied += 1
+        self.run.load_back(self.copied, "swa", [place // size for place in places[::size]], slots, pages)
+        self.copies.append(Copy(self.copied, "swa", pages, []))
