@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from allocator import STRATEGIES
+from allocator.errors import CorruptMappingError
 from replayer.checks import CheckOptions
 from replayer.fuzz.program import Program
 from replayer.fuzz.shapes import CHAINS, Setting
@@ -16,7 +17,7 @@ from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
 from replayer.targets_sglang import install_cpu_stand_ins, sglang_version
 from tests.allocator.composite_program import our_composite
-from tests.engine.composites import LAYOUTS, composite
+from tests.engine.composites import LAYOUTS, Event, composite
 
 pytestmark = [
     pytest.mark.engine,
@@ -113,3 +114,25 @@ def test_ours_takes_a_copy_of_it(strategy: str) -> None:
     row.fill_(-1)
     made.free_group_end()
     assert made.full_attn_allocator.free_virtual_ids[-2:].tolist() == pages
+
+
+@pytest.mark.parametrize("is_ours", [False, True], ids=["SGLang", "ours"])
+def test_a_load_that_is_queued_ends_every_reservation(is_ours: bool) -> None:
+    """Ours follows: which places a load is for is not said to the allocator."""
+    made = (
+        our_composite("full and swa", 1, lazy=True, strategy="batched")
+        if is_ours
+        else composite("full and swa", 1, lazy=True)
+    )
+    swa = made.swa_attn_allocator
+    tokens = made.alloc(1)
+    kept = swa.alloc_physical(1)
+    made.free_swa(tokens)
+    made.set_full_to_swa_mapping(tokens, swa.alloc_physical(1))
+    assert swa.moves_blocked()
+    made.set_hicache_transfer_done_event(("one", "load"), Event())
+    assert not swa.moves_blocked() and int(swa.physical_to_virtual[kept]) == -1
+    made.free_swa(tokens)
+    # The place that is reserved still has no id, and it is the one to be moved.
+    with pytest.raises(CorruptMappingError if is_ours else RuntimeError):
+        made.flush_opportunistic()
