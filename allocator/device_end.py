@@ -94,7 +94,7 @@ class DeviceMultiEndedAllocator(LateRoom):
             down = descending_by_rank(pages, *self._band_pages())
             down = down[count - most :] if grows_up else down[:most]
         else:
-            down = torch.topk(pages, most, largest=not grows_up)[0]
+            down = pages.topk(most, -1, not grows_up)[0]  # the largest, or the smallest
             if grows_up:
                 down = down.flip(0)
         # As many lie outside as there are live pages if the border is between that many and the next, and they are asked where they lie.
@@ -141,7 +141,7 @@ class DeviceMultiEndedAllocator(LateRoom):
             src_pages, virtual_pages = pages, owners.clone()
         else:
             if window < LARGE_WINDOW:
-                src_pages = torch.topk(torch.where(is_live, pages, self._far), moves, largest=False)[0]
+                src_pages = pages.where(is_live, self._far).topk(moves, -1, False)[0]  # the smallest
             else:
                 src_pages = selected(pages, is_live, moves)
             virtual_pages = tables.physical_to_virtual.index_select(0, src_pages)

@@ -18,7 +18,7 @@ SLOTS = 128
 #: int64 numbers in one read-back.
 WIDTH = 6
 #: Numbers up to which a whole tensor is copied to have some of them: a view of those would cost more than copying all.
-ROW = 64
+ROW = 256
 
 
 class Ticket:
@@ -123,7 +123,7 @@ class ReadBack:
         """`read` for one number."""
         if not self.immediate:
             return self.read(number)[0]
-        self._first_cell.copy_(number, non_blocking=True)
+        self._first_cell.copy_(number, True)  # non_blocking
         value: int = self._row.item(0)
         return value
 
@@ -136,7 +136,7 @@ class ReadBack:
         if count > ROW:
             numbers = numbers[first : second + 1]
             first, second, count = 0, second - first, second - first + 1
-        self._prefixes[count].copy_(numbers, non_blocking=True)
+        self._prefixes[count].copy_(numbers, True)  # non_blocking
         value = self._row.item
         return value(first), value(second)
 
