@@ -17,7 +17,7 @@ from allocator.device_release import DeviceReleasingBand
 from allocator.forwards import ForwardDoneEvent
 from allocator.free_lists import FreeVirtualIds
 from allocator.late_lists import BoundedHoleList, LateFreeVirtualIds
-from allocator.read_back import SLOTS
+from allocator.read_back import SLOTS, Ticket
 from allocator.unsettled import Entry, Journal, Numbers, PendingBatch, Registers, Released, Returned, Took
 
 
@@ -181,6 +181,9 @@ class DeferringBand(DeviceReleasingBand):
             self._poll()
             # What was written to the log before these numbers has come with them.
             self._errors.look()
+
+    def _youngest_ticket(self) -> Ticket | None:
+        return None if self._journal is None else self._journal.youngest()
 
     def _show_bounds(self, bounds: Numbers) -> None:
         self._mark = self._mark_of(bounds.band)

@@ -10,6 +10,7 @@ import torch
 
 from allocator.error_log import Fault
 from allocator.late_checks import LateChecks
+from allocator.read_back import Ticket
 from allocator.unsettled import FAR
 
 
@@ -87,10 +88,19 @@ class DeviceReleasingBand(LateChecks):
             settled = settled and band._is_settled
         return settled
 
+    def _youngest_ticket(self) -> Ticket | None:
+        """Of numbers on their way those posted last."""
+        return None
+
     def _settle_chain(self) -> None:
-        if not self._read_back.immediate:
-            for band in self._chain():
-                band._settle()
+        if self._read_back.immediate:
+            return
+        tickets = [ticket for band in self._chain() if (ticket := band._youngest_ticket()) is not None]
+        if tickets:
+            # On one stream all others are there then too.
+            max(tickets, key=lambda ticket: ticket.number).wait()
+        for band in self._chain():
+            band._settle()
 
     def _make_sure_of(self, num_pages: int) -> bool:
         self._look_for_errors()

@@ -1,7 +1,7 @@
 """A float where numbers come late: frees, flushes and requests that fit for certain go on without them.
 
-`make_room` and `compact_holes` plan on the host and wait, and so does a request that what is known for certain does not cover, which would
-have to be refused otherwise. `blocking_reads` counts it.
+A request that what is known for certain does not cover waits: it would have to be refused otherwise. So do `make_room` and `compact_holes`,
+which go on from exact numbers. `blocking_reads` counts it.
 """
 
 from __future__ import annotations
@@ -97,6 +97,9 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
             self._journal[-1].ticket.wait()
             self._poll()
             self._errors.look()
+
+    def _youngest_ticket(self) -> Ticket | None:
+        return self._journal[-1].ticket if self._journal else None
 
     def _unsettle(self) -> FloatRegisters:
         if len(self._journal) >= SLOTS // 2:

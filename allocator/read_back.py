@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,13 +22,21 @@ WIDTH = 6
 ROW = 256
 
 
-class Ticket:
-    """One read-back: ask `ready`, then take `values`; or `wait` for them."""
+_posted = count()
 
-    __slots__ = ("__weakref__", "_event", "_owner", "_row", "_values")
+
+class Ticket:
+    """One read-back: ask `ready`, then take `values`; or `wait` for them.
+
+    Attributes:
+        number: how many were posted before, by any pool.
+    """
+
+    __slots__ = ("__weakref__", "_event", "_owner", "_row", "_values", "number")
 
     def __init__(self, owner: ReadBack, row: Any, event: Any = None) -> None:
         self._owner, self._row, self._event = owner, row, event
+        self.number = next(_posted)
         self._values: list[int] | None = None
 
     # A recorder's thread may ask for the same number as the engine's: the event is looked up once in each call.

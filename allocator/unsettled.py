@@ -185,6 +185,10 @@ class Journal:
         """Whether ``bounds.live`` is exact: only a free of tokens, whose pages are not counted yet, leaves it open."""
         return not any(isinstance(entry, Released) and entry.ticket is not None for entry in self._entries)
 
+    def youngest(self) -> Ticket | None:
+        """The ticket posted last, None if there is none."""
+        return next((entry.ticket for entry in reversed(self._entries) if entry.ticket is not None), None)
+
     def wait(self) -> None:
         """Wait for all numbers: for the youngest first, because those posted before it on the same stream are there then too."""
         for entry in reversed(self._entries):
