@@ -206,8 +206,11 @@ class CompositePrograms(HostTierRules):
         if done and self.model.unfinished:
             self.run.forward_done(self.model.unfinished.pop(0))
         number = self._next_forward()
-        last = [grant.tokens[-1] for grant in self.model.grants]
-        writes = data.draw(st.lists(st.sampled_from(last), max_size=4, unique=True))
+        copied = self._pages_in_copies()
+        last = [
+            grant.tokens[-1] for grant in self.model.grants if grant.tokens[-1] // self.size not in copied
+        ]
+        writes = data.draw(st.lists(st.sampled_from(last), max_size=4, unique=True)) if last else []
         self.run.launch(number, writes or None)
         grant = data.draw(st.sampled_from(self.model.grants))
         pages = self._pages(data, grant, "any")

@@ -59,7 +59,16 @@ class HostTierRules(Rules):
         pages = sorted(data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique=True)))
         self._back_up(pool, pages)
 
+    def _wait_for_forwards(self) -> None:
+        """SGLang's copies wait on the device for the forwards launched before them, which still write places freed since."""
+        while self.model.unfinished:
+            self.run.forward_done(self.model.unfinished.pop(0))
+
+    def _pages_in_copies(self) -> set[int]:
+        return {page for copy in self.copies for page in copy.pages}
+
     def _back_up(self, pool: str, pages: list[int]) -> Copy:
+        self._wait_for_forwards()
         slots = list(range(self.host_slots, self.host_slots + len(pages)))
         self.host_slots += len(pages)
         table = self.run.reference.pools[pool].virtual_to_physical
@@ -145,6 +154,7 @@ class HostTierRules(Rules):
         """By SGLang's rule a load that is queued ends all reservations: what is not in it has been given up by then."""
         while self.model.reservations:
             self.run.free_physical("swa", self.model.reservations.pop()[1], cancel=True)
+        self._wait_for_forwards()
         size = self.model.page_size["swa"]
         self.copied += 1
         self.run.load_back(self.copied, "swa", [place // size for place in places[::size]], slots, pages)

@@ -19,11 +19,11 @@ pytestmark = [
 
 
 def test_every_strategy_answers_and_ends_up_as_sglang_does(tmp_path: Path) -> None:
-    with Session(FuzzOptions(minutes=5.0, seed=11, against="sglang", out=tmp_path, rounds=3)) as session:
+    with Session(FuzzOptions(minutes=5.0, seed=11, against="sglang", out=tmp_path, rounds=2)) as session:
         session.run()
     assert session.finds == []
     counts = session.counts
-    assert session.reference_name == "SGLang 0.5.23" and counts["programs"] > 80
+    assert session.reference_name == "SGLang 0.5.23" and counts["programs"] > 50
     assert counts["pages moved"] > 0 and counts["refused"] > 0 and counts["states with pages pending"] > 0
 
 
