@@ -19,7 +19,7 @@ PAGE = 4
 
 
 class Pair:
-    """Two ends with numbers that never come, beside two with strategy `batched`; ``swa`` (pages of 2 units of bytes) has 18 of 30 pages."""
+    """Two ends with numbers that never come, beside two with strategy `batched`. ``swa`` has 18 of 31 pages."""
 
     def __init__(self) -> None:
         self.late = two_ends(page_size=PAGE, strategy="device", end_class=NeverEnd)
