@@ -7,9 +7,9 @@ them before that works with bounds (`allocator.unsettled`) or waits, which is a 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import torch
@@ -20,9 +20,6 @@ SLOTS = 128
 WIDTH = 6
 #: Numbers up to which a whole tensor is copied to have some of them: a view of those would cost more than copying all.
 ROW = 256
-
-
-_posted = count()
 
 
 class Ticket:
@@ -66,6 +63,10 @@ class Ticket:
             if self._values is None:
                 self._values = values
         return self._values
+
+
+#: Numbers of tickets.
+_posted = itertools.count()
 
 
 class ReadBack:
