@@ -15,7 +15,7 @@ from replayer.checks.joint import JointChecks
 from replayer.composite_frees import CompositeFrees
 from replayer.content import IntArray
 from replayer.hazards import Hazards
-from replayer.oracle import Growth, TraceContradiction
+from replayer.oracle import Growth, TraceContradiction, shown
 from replayer.pool_state import PoolState
 from replayer.targets import Target
 
@@ -144,6 +144,18 @@ class CompositeDriver(CompositeFrees):
         fresh = grown[0].new_pages
         count = len(fresh) if window is None else window // self.full.page_size
         self.joint.paired(grown[0], fresh[len(fresh) - count :])
+
+    def _alloc_with_virtual(self, state: PoolState, index: int) -> None:
+        """A window page belongs to a page that is there."""
+        if state is self.swa and self.checks is not None:
+            pages = self.ids.pages(state, self._must(0, index))
+            self.full.oracle.require_pages(pages, "alloc_with_virtual")
+            dead = pages[~self.full.oracle.live[pages]]
+            if len(dead):
+                raise TraceContradiction(
+                    f"alloc_with_virtual names virtual page(s) {shown(dead)} that are not live in pool {self.full.name!r}"
+                )
+        super()._alloc_with_virtual(state, index)
 
     def _joint_ensure_capacity(self, state: PoolState, index: int) -> None:
         self._require_window("ensure_capacity")

@@ -287,7 +287,7 @@ def test_older_versions_are_only_for_who_asks(monkeypatch: pytest.MonkeyPatch) -
         raise replayer.targets_sglang.UsageError("not here")
 
     monkeypatch.setattr(replayer.targets_sglang, "sglang_version", lambda: "0.5.17")
-    monkeypatch.setattr(replayer.targets_sglang, "_import", refuse)
+    monkeypatch.setattr(replayer.targets_sglang, "import_sglang", refuse)
     header = header_for(Point("moves", "urgent", 2, 512), live=64)
     for older in (False, True):
         with pytest.raises(replayer.targets_sglang.UsageError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from recorder.trace import COMPOSITE, EventKind, ImpossibleEvent, TraceWriter
@@ -94,6 +94,11 @@ events = st.one_of(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes=st.sampled_from(LAYOUTS), soup=st.lists(events, min_size=1, max_size=14), lazy=st.booleans())
+@example(  # a window page for a page that is not there, which an alloc then hands out
+    shapes=LAYOUTS[0],
+    soup=[(EventKind.ALLOC_WITH_VIRTUAL, 1, {"list0": [2]}), (EventKind.ALLOC, -1, {"value": 2})],
+    lazy=False,
+)
 def test_no_event_is_taken_for_the_composites_fault(
     shapes: tuple[PoolShape, ...], soup: list[Event], lazy: bool
 ) -> None:
