@@ -10,8 +10,7 @@ from allocator.late_middle import LateFloat
 
 class DeviceFloatMultiEndedAllocator(LateFloat):
     """`FloatMultiEndedAllocator` with ``strategy="device"``. Here is what it gives back where numbers are there at once (a CPU);
-    `LateFloat` has what is done where they are not. `compact_holes`, and `make_room` where all pages have to move, plan on the host as
-    before."""
+    `LateFloat` has what is done where they are not."""
 
     def _give_back_borders(self) -> int:
         if not self._read_back.immediate:
@@ -25,9 +24,7 @@ class DeviceFloatMultiEndedAllocator(LateFloat):
         low, high, holes = self._low, self._high, torch.sort(self.holes.pages)[0]
         num_holes, is_high = holes.shape[0], side == "high"
         live = high - low - num_holes
-        is_live = torch.ones(high - low, dtype=torch.bool, device=self.device)
-        is_live.index_fill_(0, holes - low, False)
-        rank = torch.cumsum(is_live, 0)
+        is_live, rank = self._ranks(holes)
         ordinals = self._numbers_from_one(count)
         src_pages = torch.searchsorted(rank, (live + 1) - ordinals if is_high else ordinals) + low
         nearest = src_pages[-1]
@@ -47,9 +44,7 @@ class DeviceFloatMultiEndedAllocator(LateFloat):
         self._look_for_errors()
         if count - places > self._gap_pages()[0 if is_high else 1]:
             return False
-        virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
-        self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
-        self._tables.remap_moved(virtual_pages, src_pages, dst_pages)
+        self._move_pages(src_pages, dst_pages)
         begin, end = min(low, new_low), max(high, new_last + 1)
         is_hole = torch.ones(end - begin, dtype=torch.bool, device=self.device)
         is_hole[low - begin : high - begin] = ~is_live
@@ -60,6 +55,32 @@ class DeviceFloatMultiEndedAllocator(LateFloat):
         self.holes.set_sorted(torch.searchsorted(unfilled, left) + new_low)
         self._holes_dirty = False
         return True
+
+    def _shift_to(self, first: int) -> int:
+        """As on the host, with one read: where the live pages are, on which it depends how many can move at a time."""
+        live = self._live_pages()
+        _, rank = self._ranks(self.holes.pages)
+        src_pages = torch.searchsorted(rank, self._numbers_from_one(live)) + self._low
+        places = self._read_back.read_all(src_pages)
+        self._look_for_errors()
+        moved = 0
+        for begin, end in self._shift_in_parts(places, first):
+            self._move_pages(src_pages[begin:end], self._numbers[first + begin : first + end])
+            moved += end - begin
+        self._end_span_at(first, live)
+        return moved
+
+    def _ranks(self, holes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of every page of the span whether it is live (bool ``[n]``), and how many are up to and with it (int64 ``[n]``)."""
+        is_live = torch.ones(self._high - self._low, dtype=torch.bool, device=self.device)
+        is_live.index_fill_(0, holes - self._low, False)
+        return is_live, torch.cumsum(is_live, 0)
+
+    def _move_pages(self, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:
+        """Bytes and tables; int64 ``[n]`` each, no page in both."""
+        virtual_pages = self.physical_to_virtual.index_select(0, src_pages)
+        self._kvcache.move_physical_pages(dst_pages, src_pages, self.page_size)
+        self._tables.remap_moved(virtual_pages, src_pages, dst_pages)
 
     def _ask_for_borders(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """The holes, ascending, and how many of them touch the low and the high border (int64 ``[]`` each); None if nothing is to do."""

@@ -308,24 +308,15 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
         self._settle_chain()
         return super()._extend_span(num_pages)
 
-    # -- what plans on the host
+    # -- what moves pages
 
     def make_room(self, *, side: Side, min_bytes: int) -> int:
         self._settle_chain()
         return super().make_room(side=side, min_bytes=min_bytes)
 
-    def _live_on_host(self) -> tuple[list[int], set[int]]:
-        self._require_no_fault()
-        return super()._live_on_host()
-
     def compact_holes(self, *, retreat_side: Side) -> int:
         self._settle()
         return super().compact_holes(retreat_side=retreat_side)
-
-    def _require_no_fault(self) -> None:
-        """What plans on the host, from what it reads, moves nothing of a frozen buffer; it waits for the device in any case."""
-        if not self._read_back.immediate:
-            self._errors.look(wait=True)
 
     def open_side_for(self, demand: Mapping[Band, int]) -> None:
         self._settle_chain()

@@ -6,7 +6,7 @@ when a neighbour needs the room. Behaviour and names follow SGLang 0.5.23's clas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -240,8 +240,7 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
             return open_bytes
         needed = -(-(min_bytes - open_bytes) // self.entry_bytes_per_page)
         if needed >= live_count:
-            live, _ = self._live_on_host()
-            self._pack(live, low if side == "high" else high - live_count)
+            self._shift_to(low if side == "high" else high - live_count)
             return self._gap_bytes(side)
         return self._gap_bytes(side) if self._leave_border(side, needed) else open_bytes
 
@@ -283,42 +282,53 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         if self.moves_blocked() or not self._hole_pages():
             return 0
         self._settle_everything()
-        live, _ = self._live_on_host()
-        return self._pack(live, self.low_wm_page if retreat_side == "high" else self.high_wm_page - len(live))
+        low, high = self._band_pages()
+        return self._shift_to(low if retreat_side == "high" else high - self._live_pages())
 
     def _settle_everything(self) -> None:
         """Order this stream after whatever still reads or writes pages that may move now: the forward, and copies to the host."""
         self._forward.settle()
         self._forward.settle_transfers()
 
-    def _pack(self, live: list[int], first: int) -> int:
-        """Move the live pages (ascending) in order to the block that starts at ``first``; returns pages moved."""
-        pairs = [
-            (src, dst) for src, dst in zip(live, range(first, first + len(live)), strict=True) if src != dst
-        ]
-        if pairs and pairs[0][0] < pairs[0][1]:
-            pairs.reverse()  # a shift upwards starts at the top, so that each place is vacated before it is filled
+    def _shift_to(self, first: int) -> int:
+        """Move the live pages in order to the block that starts at ``first``, below or above all of them or at one of their borders;
+        returns pages moved."""
+        live, _ = self._live_on_host()
         moved = 0
-        while moved < len(pairs):
-            batch = self._disjoint_prefix(pairs[moved:])
-            self._move([src for src, _ in batch], [dst for _, dst in batch])
-            moved += len(batch)
+        for begin, end in self._shift_in_parts(live, first):
+            self._move(live[begin:end], list(range(first + begin, first + end)))
+            moved += end - begin
+        self._end_span_at(first, len(live))
+        return moved
+
+    @staticmethod
+    def _shift_in_parts(live: list[int], first: int) -> Iterator[tuple[int, int]]:
+        """Which of ``live`` (pages, ascending) move when all of them shift to ``first``, ``first + 1``, ...: parts ``live[begin:end]``, one
+        after the other, so that every place is vacated before it is filled, and within a part no place is also a source."""
+        begin, end = 0, len(live)
+        while begin < end and live[begin] == first + begin:
+            begin += 1
+        while begin < end and live[end - 1] == first + end - 1:
+            end -= 1
+        if begin < end and live[begin] > first + begin:
+            while begin < end:
+                stop = min(end, live[begin] - first)
+                yield begin, stop
+                begin = stop
+        else:
+            # A shift upwards starts at the top.
+            while begin < end:
+                start = max(begin, live[end - 1] - first + 1)
+                yield start, end
+                end = start
+
+    def _end_span_at(self, first: int, live: int) -> None:
+        """The span is ``live`` pages from ``first`` on, and none of them a hole."""
         if live:
-            self.low_wm_page, self.high_wm_page = first, first + len(live)
+            self.low_wm_page, self.high_wm_page = first, first + live
         else:
             self._reset_watermarks()
         self.holes.clear()
-        return len(pairs)
-
-    @staticmethod
-    def _disjoint_prefix(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The longest head of an in-order shift in which no place is also a source: one batched copy reads before it writes."""
-        first_src = pairs[0][0]
-        goes_down = pairs[0][1] < first_src
-        for count, (_, dst) in enumerate(pairs):
-            if (dst >= first_src) if goes_down else (dst <= first_src):
-                return pairs[:count]
-        return pairs
 
     def open_side_for(self, demand: Mapping[Band, int]) -> None:
         """Make room for a request that needs ``demand[pool]`` pages of each pool, this one possibly among them.

@@ -150,6 +150,12 @@ class ReadBack:
         value = self._row.item
         return value(first), value(second)
 
+    def read_all(self, numbers: torch.Tensor) -> list[int]:
+        """Numbers of any count (int64 ``[n]``) that cannot be done without: one blocking read."""
+        self.blocking_reads += not self.immediate
+        values: list[int] = numbers.tolist()
+        return values
+
     def _mark(self, numbers: tuple[torch.Tensor, ...]) -> Any:
         """An event behind the copies just queued: on the stream of their device, which need not be the current one."""
         event = torch.cuda.Event()

@@ -9,6 +9,9 @@ Two engines are stood in for.
   after it, as an urgent flush does. (``Scheduler._apply_war_barrier`` orders it after a forward's first reads too, and after all of it
   where those are not known, as for some prefills; that is not stood in for.)
 
+`SizesFirstEnd` and `SizesFirstFloat`, on a stream of their own, are asked for exact sizes before every alloc: SGLang's composites over
+kvtape's sub-pools do that (`allocator.sglang_classes`).
+
 With nothing before it a number is there by the next call. A forward is over when its event has answered so, or one launched later has; and
 when the second one after it is launched: an engine is one step ahead of the GPU at most (``Scheduler.event_loop_overlap`` launches forward
 N + 1 and then waits for the results of N).
@@ -188,3 +191,27 @@ class OwnStreamEnd(ArrivingEnd):
 
 class OwnStreamFloat(ArrivingFloat):
     one_stream = False
+
+
+def _sizes_first(made: type[Any]) -> type[Any]:
+    def asked(name: str) -> Callable[..., Any]:
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            with self.stream.call():
+                self._settle_chain()
+                return getattr(super(made, self), name)(*arguments, **keywords)
+
+        return call
+
+    for name in ("alloc", "alloc_extend", "alloc_decode", "alloc_with_virtual", "alloc_physical"):
+        setattr(made, name, asked(name))
+    return made
+
+
+@_sizes_first
+class SizesFirstEnd(OwnStreamEnd):
+    pass
+
+
+@_sizes_first
+class SizesFirstFloat(OwnStreamFloat):
+    pass

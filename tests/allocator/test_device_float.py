@@ -202,6 +202,36 @@ def test_room_is_made_with_one_read_of_numbers(kind: str, reads: int, side: str)
     assert state(made) == state(other)
 
 
+@pytest.mark.parametrize("side", ["low", "high"])
+@pytest.mark.parametrize("kind", ["at once", "never"])
+@pytest.mark.parametrize("method", ["make_room", "compact_holes"])
+def test_a_shift_of_all_pages_reads_once_and_sends_nothing(method: str, kind: str, side: str) -> None:
+    """The one read is of where the pages are."""
+    made, other = chain(kind), chain("batched")
+    first = int(other.pools["swa"].min_page_index)
+    answers = {}
+    ledger = SyncLedger("cpu")
+    ledger.host(*made.pools["swa"].pinned_host_tensors, pinned=True)
+    for name, each in (("made", made), ("other", other)):
+        pool = each.pools["swa"]
+        for page in (1, 2, 4, 5, 7, 8):
+            pool.free_segment(torch.arange(PAGE) + (first + page) * PAGE, start_pos=0)
+        before = pool.low_wm_page, pool.high_wm_page
+        with ledger, ledger.call(name, audit=True) as found:
+            if method == "make_room":
+                wanted = pool._gap_bytes(side) + 4 * pool.entry_bytes_per_page  # as many as are live
+                answers[name] = pool.make_room(side=side, min_bytes=wanted)
+                assert answers[name] >= wanted
+            else:
+                answers[name] = pool.compact_holes(retreat_side=side)
+        assert (pool.low_wm_page, pool.high_wm_page) != before and not len(pool.holes)
+        if name == "made":
+            assert (found.total, found.host_to_device) == (1, 0)
+            assert pool.blocking_reads == (kind == "never")
+    assert answers["made"] == answers["other"] and ledger.disagreements == []
+    assert state(made) == state(other)
+
+
 def test_room_that_is_not_there_is_not_made() -> None:
     made, other = chain("at once"), chain("batched")
     for each in (made, other):

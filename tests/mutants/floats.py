@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -171,24 +172,21 @@ class ShiftsInOneBatch(FloatMultiEndedAllocator):
     """A shift is made as one batch, though its places are also sources: the table loses the pages in between."""
 
     @staticmethod
-    def _disjoint_prefix(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        return pairs
+    def _shift_in_parts(live: list[int], first: int) -> Iterator[tuple[int, int]]:
+        parts = sorted(FloatMultiEndedAllocator._shift_in_parts(live, first))
+        if parts:
+            yield parts[0][0], parts[-1][1]
 
 
 class ShiftsFromTheWrongEnd(FloatMultiEndedAllocator):
     """A shift starts with the page that moves last: it lands on one that has not moved yet."""
 
-    def _pack(self, live: list[int], first: int) -> int:
-        pairs = [
-            (src, dst) for src, dst in zip(live, range(first, first + len(live)), strict=True) if src != dst
-        ]
-        if pairs and pairs[0][1] < pairs[0][0]:
-            pairs.reverse()
-        for src, dst in pairs:
-            self._move([src], [dst])
-        self.low_wm_page, self.high_wm_page = first, first + len(live)
-        self.holes.clear()
-        return len(pairs)
+    @staticmethod
+    def _shift_in_parts(live: list[int], first: int) -> Iterator[tuple[int, int]]:
+        parts = list(FloatMultiEndedAllocator._shift_in_parts(live, first))
+        rows = [(row, row + 1) for begin, end in sorted(parts) for row in range(begin, end)]
+        goes_down = bool(parts) and live[parts[0][0]] > first + parts[0][0]
+        yield from reversed(rows) if goes_down else rows
 
 
 class AddsUpItsGaps(FloatMultiEndedAllocator):
