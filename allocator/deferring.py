@@ -8,20 +8,18 @@ are lower bounds. Whatever must be exact (a watermark that is asked for, a reque
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import cast
 
 import torch
 
 from allocator.device_pending import DevicePendingReuse
-from allocator.device_release import DeviceReleasingBand
 from allocator.forwards import ForwardDoneEvent
-from allocator.free_lists import FreeVirtualIds
-from allocator.late_lists import BoundedHoleList, LateFreeVirtualIds
+from allocator.late_ids import LateIds
+from allocator.late_lists import BoundedHoleList
 from allocator.read_back import SLOTS, Ticket
 from allocator.unsettled import Entry, Journal, Numbers, PendingBatch, Registers, Released, Returned, Took
 
 
-class DeferringBand(DeviceReleasingBand):
+class DeferringBand(LateIds):
     """An END pool that is *settled* (``_journal`` is None; everything is exact) or not."""
 
     _pending: DevicePendingReuse
@@ -39,9 +37,6 @@ class DeferringBand(DeviceReleasingBand):
         self._pending = DevicePendingReuse()
         self.holes = BoundedHoleList(self.device)
         super().clear()
-
-    def _all_ids_free(self) -> FreeVirtualIds:
-        return LateFreeVirtualIds(self.min_page_index, self.num_pages, self.device, self._numbers)
 
     # -- the watermark: exact for whoever asks, a bound inside
 
@@ -117,9 +112,6 @@ class DeferringBand(DeviceReleasingBand):
         self._settle_live()
         return super().allocated_count()
 
-    def _ids_are_late(self) -> bool:
-        return self._ids is not None and cast(LateFreeVirtualIds, self._ids).is_late
-
     def _settle_live(self) -> None:
         if self._journal is not None and not self._journal.live_is_known():
             self._settle()
@@ -164,12 +156,8 @@ class DeferringBand(DeviceReleasingBand):
             self.holes.set_sorted(pages)
         else:
             self.holes.set_unsorted(pages)
-        self._settle_ids(known)
+        self._settle_ids(known.late_ids)
         del self._registers
-
-    def _settle_ids(self, known: Numbers) -> None:
-        if self._ids is not None:
-            cast(LateFreeVirtualIds, self._ids).settle(known.late_ids)
 
     def _settle(self) -> None:
         """Take in all numbers; waits for those that are on their way."""
@@ -225,16 +213,6 @@ class DeferringBand(DeviceReleasingBand):
         if self._journal is not None and self.lazy_compaction:
             return self._flush(urgent=False)
         return super().flush_opportunistic()
-
-    def _make_sure_of(self, num_pages: int) -> bool:
-        if self._ids_are_late() and self._ids is not None and num_pages > len(self._ids):
-            self._settle()
-        return super()._make_sure_of(num_pages)
-
-    def _pages_for_growth(self, count: int) -> torch.Tensor | None:
-        if self._ids_are_late() and self._ids is not None and count > len(self._ids):
-            self._settle()
-        return super()._pages_for_growth(count)
 
     def bind(self, virtual_ids: torch.Tensor, physical_ids: torch.Tensor) -> None:
         self._version += 1
@@ -293,8 +271,7 @@ class DeferringBand(DeviceReleasingBand):
         self._version += 1
         with self._blaming_faults():
             self._unsettle()
-            if self._ids is not None:
-                cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, least)
+            self._append_late_ids(virtual_pages, count, least)
             self._registers.append(physical_pages, count, self._numbers, self.num_pages)
             self._note(Released(least, ticket))
             if not self.lazy_compaction:

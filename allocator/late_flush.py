@@ -69,7 +69,7 @@ class LateFlush(DeferringBand):
         self._carry_out(plan)
         if self._journal is not None:
             # What is left of it cannot change anything any more: no hole and no pending page is left, and live pages are counted.
-            self._settle_ids(self._journal.known)
+            self._settle_ids(self._journal.known.late_ids)
             self._journal = None
             self.holes.len_bound = None
         self.holes.clear()

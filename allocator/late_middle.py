@@ -14,7 +14,6 @@ from typing import cast
 import torch
 
 from allocator.band import Band, Side
-from allocator.device_release import DeviceReleasingBand
 from allocator.float_registers import (
     COUNT,
     FLAGS,
@@ -26,8 +25,8 @@ from allocator.float_registers import (
     Growth,
     SpanBounds,
 )
-from allocator.free_lists import FreeVirtualIds
-from allocator.late_lists import BoundedHoleList, LateFreeVirtualIds
+from allocator.late_ids import LateIds
+from allocator.late_lists import BoundedHoleList
 from allocator.middle import FloatMultiEndedAllocator
 from allocator.read_back import SLOTS, LateCount, Ticket
 
@@ -40,7 +39,7 @@ class _Done:
     ticket: Ticket
 
 
-class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
+class LateFloat(LateIds, FloatMultiEndedAllocator):
     """A float that is *settled* (``_journal`` is empty; everything is exact) or not."""
 
     holes: BoundedHoleList
@@ -51,12 +50,6 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
         self._journal: deque[_Done] = deque()
         self.holes = BoundedHoleList(self.device)
         super().clear()
-
-    def _all_ids_free(self) -> FreeVirtualIds:
-        return LateFreeVirtualIds(self.min_page_index, self.num_pages, self.device, self._numbers)
-
-    def _ids_are_late(self) -> bool:
-        return self._ids is not None and cast(LateFreeVirtualIds, self._ids).is_late
 
     # -- settling
 
@@ -85,8 +78,7 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
         self.holes.set_unsorted(pages)
         self._next_hole_end = "high" if flags & 1 else "low"
         self._holes_dirty = bool(flags & 2)
-        if self._ids is not None:
-            cast(LateFreeVirtualIds, self._ids).settle(known[LATE_IDS])
+        self._settle_ids(known[LATE_IDS])
 
     def _settle(self) -> None:
         if not self._journal:
@@ -222,16 +214,6 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
 
     # -- alloc
 
-    def _make_sure_of(self, num_pages: int) -> bool:
-        if self._ids_are_late() and self._ids is not None and num_pages > len(self._ids):
-            self._settle()
-        return super()._make_sure_of(num_pages)
-
-    def _pages_for_growth(self, count: int) -> torch.Tensor | None:
-        if self._ids_are_late() and self._ids is not None and count > len(self._ids):
-            self._settle()
-        return super()._pages_for_growth(count)
-
     def take_physical_pages(self, num_pages: int) -> torch.Tensor | None:
         if self._read_back.immediate:
             return super().take_physical_pages(num_pages)
@@ -335,9 +317,8 @@ class LateFloat(DeviceReleasingBand, FloatMultiEndedAllocator):
         most = physical_pages.shape[0]
         with self._blaming_faults():
             registers = self._unsettle()
-            if self._ids is not None:
-                cast(LateFreeVirtualIds, self._ids).append_late(virtual_pages, count, least)
-                registers.late_ids = registers.late_ids + (count - least)
+            self._append_late_ids(virtual_pages, count, least)
+            registers.late_ids = registers.late_ids + (count - least)
             registers.release(physical_pages, count, self._numbers)
             self._holes_dirty = True
             self._note(lambda bounds: bounds.release(least, most))

@@ -58,7 +58,7 @@ class LateRoom(LateFlush):
             or self._poll_chain()  # pools whose sizes are exact whenever they are asked for have waited by now
             or not isinstance(neighbour, LateRoom)
             or not neighbour._drains_on_urgent_flush()
-            or (self._ids_are_late() and self._ids is not None and num_pages > len(self._ids))
+            or self._may_lack_ids(num_pages)
         ):
             return None
         packed = neighbour._mark_of(neighbour._live_pages_lazy)

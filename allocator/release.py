@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from allocator.binding import BindingBand
 from allocator.errors import (
     AllocatorError,
     DuplicateFreeError,
@@ -15,10 +16,9 @@ from allocator.errors import (
     PageAlignmentError,
     require,
 )
-from allocator.mapped import MappedBand
 
 
-class ReleasingBand(MappedBand):
+class ReleasingBand(BindingBand):
     """The release half of an allocator. `MultiEndedAllocator._flush` or `_compact_now` closes the holes."""
 
     @abstractmethod
