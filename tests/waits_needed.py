@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 
 from allocator.late_room import LateRoom
+from allocator.read_back import Ticket
 from allocator.unsettled import Entry, Flushed, Numbers, Packed, PackedPerhaps, Released, Returned, Took
 from tests import corpus
 from tests.allocator.arriving import ArrivingEnd, ArrivingFloat
@@ -59,6 +60,9 @@ class WitnessEnd(ArrivingEnd):
     needed: ClassVar[int] = 0
     _asking: int | None = None
     _asked: ClassVar[dict[Entry, Asked]] = {}
+    #: Whether a page became a hole since the last flush, after which no hole touched the watermark; and flushes before which one had.
+    _has_new_holes = True
+    _may_touch: ClassVar[set[Ticket]] = set()
 
     def _make_sure_of(self, num_pages: int) -> bool:
         self._asking = num_pages
@@ -85,6 +89,23 @@ class WitnessEnd(ArrivingEnd):
         entry = None if self._journal is None else self._journal._entries[-1]
         if isinstance(entry, PackedPerhaps) and self._asker is not None:
             self._asked[entry] = self._asker
+
+    def _release_physical(self, physical_pages: torch.Tensor) -> None:
+        self._has_new_holes = True
+        super()._release_physical(physical_pages)
+
+    def _take_back_pending(self, *, wait: bool) -> None:
+        self._has_new_holes |= bool(self._pending)
+        super()._take_back_pending(wait=wait)
+
+    def _note(self, entry: Entry) -> None:
+        super()._note(entry)
+        if isinstance(entry, Flushed):
+            if self._has_new_holes and entry.ticket is not None:
+                self._may_touch.add(entry.ticket)
+            self._has_new_holes = False
+        elif isinstance(entry, Released | Returned):
+            self._has_new_holes = True
 
     def _settle_chain(self) -> None:
         want, before = self._asking, self.blocking_reads_of_chain()
@@ -144,7 +165,7 @@ class WitnessEnd(ArrivingEnd):
                 state.holes += entry.pages
             elif isinstance(entry, Flushed):
                 touching, filled = next(choices)
-                retreat = round(touching * state.holes)
+                retreat = round(touching * state.holes) if entry.ticket in self._may_touch else 0
                 state.band -= retreat
                 state.holes -= retreat
                 if entry.batch is not None:
@@ -175,6 +196,7 @@ def count(name: str, until: int | None = None) -> tuple[int, int, int]:
     """Flushes, waits, and waits that were needed, of a trace with one stream."""
     WitnessEnd.waits = WitnessEnd.needed = 0
     WitnessEnd._asked.clear()
+    WitnessEnd._may_touch.clear()
     model = "with witnesses"
     MODELS[model] = f"{__name__}:WitnessEnd,{__name__}:WitnessFloat"
     try:
