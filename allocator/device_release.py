@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from allocator.band import Side
 from allocator.error_log import Fault
 from allocator.late_checks import LateChecks
 from allocator.read_back import Ticket
@@ -87,6 +88,19 @@ class DeviceReleasingBand(LateChecks):
             band._poll()
             settled = settled and band._is_settled
         return settled
+
+    def _drainable_hole_bytes(self, side: Side) -> int:
+        """As many of the holes that the neighbour's bound shows are not there as that bound overlaps this band, which the bands do not. A
+        band that works with a bound of its own has that in its gap."""
+        drainable = super()._drainable_hole_bytes(side)
+        if not drainable or self._read_back.immediate or not self._is_settled:
+            return drainable
+        below, above = self._chain_high_frontier_below_bytes(), self._chain_low_frontier_above_bytes()
+        if not self._is_frontier_transparent():
+            below, above = (
+                (below, self._byte_low_frontier()) if side == "low" else (self._byte_high_frontier(), above)
+            )
+        return max(0, drainable + min(0, above - below))
 
     def _youngest_ticket(self) -> Ticket | None:
         """Of numbers on their way those posted last."""

@@ -205,6 +205,16 @@ class Lockstep(RuleBasedStateMachine):
         pool = data.draw(st.sampled_from(self.names))
         self.call(pool, "flush_for_allocation" if method == "urgent" else "flush_opportunistic")
 
+    @rule()
+    def promise(self) -> None:
+        """Sizes that are told while numbers are on their way are never more than there is."""
+        for name in self.names:
+            exact = self.sides["batched"].pools[name]
+            for kind in LATE:
+                late = self.sides[kind].pools[name]
+                assert late.available_size() <= exact.available_size(), (kind, name)
+                assert late.schedulable_available_size() <= exact.schedulable_available_size(), (kind, name)
+
     @precondition(lambda self: self.lazy)
     @rule(data=st.data())
     def forward(self, data: st.DataObject) -> None:

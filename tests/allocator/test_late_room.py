@@ -11,6 +11,7 @@ from allocator.errors import OutOfRoomError
 from replayer.ledger import SyncLedger
 from tests.allocator.delayed import NeverEnd
 from tests.allocator.pools import two_ends, whole_state
+from tests.allocator.test_device_lockstep import Side
 from tests.engine.composites import Event
 
 pytestmark = pytest.mark.cpu
@@ -124,6 +125,63 @@ def test_pages_that_two_flushes_may_have_taken_back_are_counted_once() -> None:
     assert pair.same()
     assert (batch.in_doubt, batch.size) == (0, 0)
     assert swa._live_pages_lazy == 14 and not swa._pending
+
+
+@pytest.mark.parametrize("more", [2, 4, 6, 8])
+def test_holes_of_a_neighbour_that_may_have_been_packed_are_not_counted_on(more: int) -> None:
+    """``full`` has taken what packing ``swa`` opened, past the end that the host knows of ``swa``: holes it shows there are none."""
+    pair = Pair()
+    free_swa_pages(pair, 2, 3)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    free_swa_pages(pair, 5, 6)
+    assert pair.full("alloc", pair.late[0].available_size() + more * PAGE) is not None
+    assert len(pair.late[1].holes) == 2 and pair.waits == 0
+    for late, plain in zip(pair.late, pair.plain, strict=True):
+        assert late.schedulable_available_size() <= plain.schedulable_available_size()
+    assert pair.waits == 0 and pair.same()
+
+
+def test_nor_across_a_float_that_is_nowhere() -> None:
+    late, plain = (Side(kind, "a float between", PAGE, lazy=True, cap=8) for kind in ("never", "batched"))
+    for side in (late, plain):
+        other, event = side.pools["other"], Event()
+        tokens = other.alloc(10 * PAGE)
+        other.free_segment(tokens[PAGE : 3 * PAGE], start_pos=0)
+        for name in ("full", "other"):
+            side.pools[name].set_latest_forward_done_event(event)
+        other.flush_opportunistic()
+        other.free_segment(tokens[4 * PAGE : 6 * PAGE], start_pos=0)
+    full = late.pools["full"]
+    wanted = full.available_size() + 11 * PAGE
+    for side in (late, plain):
+        assert side.pools["full"].alloc(wanted) is not None
+    assert full.blocking_reads == late.pools["other"].blocking_reads == 0
+    assert late.pools["other"]._journal is not None and len(late.pools["other"].holes) == 2
+    for name, pool in late.pools.items():
+        if name != "other":
+            assert pool.schedulable_available_size() <= plain.pools[name].schedulable_available_size(), name
+
+
+class Reader(Event):
+    """A forward that notes that the stream was ordered behind it."""
+
+    is_waited_for = False
+
+    def wait(self) -> None:
+        self.is_waited_for = True
+
+
+def test_a_flush_that_is_made_perhaps_is_ordered_behind_every_reader_of_what_waits() -> None:
+    pair = Pair()
+    free_swa_pages(pair, 2, 3)
+    swa, first, second = pair.late[1], Reader(), Reader()
+    swa.set_latest_forward_done_event(first)
+    swa.flush_opportunistic()
+    swa.set_latest_forward_done_event(second)
+    assert pair.late[0].alloc(pair.late[0].available_size() + 2 * PAGE) is not None
+    assert first.is_waited_for and second.is_waited_for
+    assert pair.waits == 0
 
 
 def with_promise(too_many: int) -> tuple[Pair, torch.Tensor]:
