@@ -31,6 +31,10 @@ def ids(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
+def named(count: int) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.bool)
+
+
 TWICE = (*range(8, 12), *range(8, 12))
 
 FAULTS: list[tuple[str, type[AllocatorError], int, Callable[[MultiEndedAllocator], object]]] = [
@@ -42,6 +46,10 @@ FAULTS: list[tuple[str, type[AllocatorError], int, Callable[[MultiEndedAllocator
     ("a segment that is not live", NotAllocatedError, 4, lambda a: a.free_segment(torch.arange(16, 20), start_pos=0)),
     ("one page twice in a segment", DuplicateFreeError, 2, lambda a: a.free_segment(ids(*TWICE), start_pos=0)),
     ("one page twice by its pages", DuplicateFreeError, 3, lambda a: a.free(ids(12, 12), _pages=ids(3, 3))),
+    ("a named page that is not live", NotAllocatedError, 40, lambda a: a.free_named(ids(8, 160, 12), named(3))),
+    ("a named page that is not live, in order", NotAllocatedError, 40, lambda a: a.free_named(ids(8, 160, 12), named(3), in_order=True)),
+    ("the padding page by name", NotAllocatedError, 0, lambda a: a.free_named(ids(8, 0), named(2))),
+    ("one page twice by name, in order", DuplicateFreeError, 2, lambda a: a.free_named(ids(8, 12, 9), named(3), in_order=True)),
     ("a live id bound again", BindError, 2, lambda a: a.alloc_with_virtual(ids(2))),
     ("an id out of range bound", BindError, 999, lambda a: a.alloc_with_virtual(ids(50, 999))),
     ("an id bound twice in one call", BindError, 50, lambda a: a.alloc_with_virtual(ids(50, 51, 50))),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from allocator.errors import OutOfRoomError
+from allocator.errors import NotAllocatedError, OutOfRoomError
 from replayer.ledger import SyncLedger
 from tests.allocator.delayed import NeverEnd
 from tests.allocator.pools import two_ends, whole_state
@@ -42,13 +42,19 @@ class Pair:
             assert found == expected, method
         return answers[0]
 
-    def forward(self) -> None:
+    def forward(self, *, swa_writes: torch.Tensor | None = None) -> None:
         """A forward that runs from now on."""
         self.events.append(Event())
-        for pools in (self.late, self.plain):
-            for pool in pools:
+        for full, swa in (self.late, self.plain):
+            for pool, writes in ((full, None), (swa, swa_writes)):
                 pool.set_latest_forward_done_event(self.events[-1])
-                pool.set_inflight_forward(self.events[-1], None)
+                pool.set_inflight_forward(self.events[-1], writes)
+
+    def arrive(self) -> None:
+        """All numbers that were sent are there."""
+        for pool in self.late:
+            read_back = pool._read_back  # type: ignore[attr-defined]
+            read_back.arrived = read_back.posted
 
     @property
     def waits(self) -> int:
@@ -195,6 +201,33 @@ def with_promise(too_many: int) -> tuple[Pair, torch.Tensor]:
     certain, exact = (pools[1].available_size() // PAGE for pools in (pair.late, pair.plain))
     assert 0 < certain < exact
     return pair, torch.arange(19, 19 + exact + too_many)
+
+
+def test_what_one_alloc_was_granted_is_not_granted_to_the_next_call() -> None:
+    pair = Pair()
+    free_swa_pages(pair, 2, 3)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    late = pair.late[0]
+    first = int(late.alloc(late.available_size() + 4 * PAGE)[-1]) // PAGE + 1
+    late.alloc_with_virtual(torch.arange(first, first + 4))
+    assert pair.waits == 0
+    with pytest.raises(OutOfRoomError):
+        late._errors.look(wait=True)
+
+
+def test_a_fault_that_has_arrived_is_told_before_a_neighbour_is_packed_perhaps() -> None:
+    pair = Pair()
+    free_swa_pages(pair, 2, 3)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    late = pair.late[0]
+    late.alloc(4 * PAGE)
+    wanted = late.available_size() + 2 * PAGE
+    late.free_segment(pages(40), start_pos=0)
+    late._read_back.arrived = late._read_back.posted
+    with pytest.raises(NotAllocatedError):
+        late.alloc(wanted)
 
 
 def test_pages_that_were_promised_are_taken_without_a_wait() -> None:

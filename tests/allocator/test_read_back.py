@@ -136,6 +136,7 @@ def test_hundreds_of_flushes_that_nobody_asks_about_keep_few_numbers_under_way()
             full.flush_opportunistic()
     assert len(late._pending._batches) <= 1  # type: ignore[attr-defined]
     assert late.blocking_reads <= 500 // 16  # type: ignore[attr-defined]
+    assert late._read_back.posted <= 4  # type: ignore[attr-defined]
     assert whole_state(late) == whole_state(plain)
 
 
