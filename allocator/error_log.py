@@ -58,6 +58,7 @@ _ERRORS: dict[Fault, tuple[type[AllocatorError], str]] = {
         "maps to it, or it is a hole and still mapped",
     ),
 }  # fmt: skip
+_OF_NO_PAGE = (Fault.OUT_OF_ROOM, Fault.CONTRADICTION)
 
 
 class ErrorLog:
@@ -163,11 +164,13 @@ class ErrorLog:
                 code, call, physical, virtual = log._found[:4]
                 number, fault = divmod(code, FAULTS)
                 error, text = _ERRORS[Fault(fault)]
+                # Calls that name physical pages have no virtual one to tell.
+                page = physical if virtual == -1 and physical != -1 else virtual
                 raise error(
                     f"checked call {call} of this pool (of {logs[number].calls} so far) {text}: virtual page {virtual}, physical page "
                     f"{physical}. All pools of the buffer have been frozen since and can only be cleared",
                     pool=logs[number].pool,
-                    ids=[virtual],
+                    ids=[] if Fault(fault) in _OF_NO_PAGE else [page],
                 )
 
     def _take_in(self, wait: bool) -> None:

@@ -143,10 +143,13 @@ class LateChecks(MultiEndedAllocator):
         low, high = self._band_on_device()
         outside = (physical_pages < low) | (physical_pages >= high)
         nowhere = torch.full_like(physical_pages, -1)
-        fault = Fault.BOUND_OUTSIDE if issubclass(error, BindError) else Fault.OUTSIDE_BAND
+        is_bind = issubclass(error, BindError)
+        fault, twice = (
+            (Fault.BOUND_OUTSIDE, Fault.BOUND_TWICE) if is_bind else (Fault.OUTSIDE_BAND, Fault.FREED_TWICE)
+        )
         self._errors.note(fault, outside, physical_pages, nowhere)
         repeated = self._repeated_rows(self.physical_to_virtual, physical_pages, outside)
-        self._errors.note(Fault.BOUND_TWICE, repeated, physical_pages, nowhere)
+        self._errors.note(twice, repeated, physical_pages, nowhere)
 
     def _band_on_device(self) -> tuple[int | torch.Tensor, int | torch.Tensor]:
         """Physical pages ``[low, high)`` of the band; int64 ``[]`` what only the device knows."""

@@ -53,10 +53,13 @@ FAULTS: list[tuple[str, type[AllocatorError], int, Callable[[MultiEndedAllocator
     ("a live id bound again", BindError, 2, lambda a: a.alloc_with_virtual(ids(2))),
     ("an id out of range bound", BindError, 999, lambda a: a.alloc_with_virtual(ids(50, 999))),
     ("an id bound twice in one call", BindError, 50, lambda a: a.alloc_with_virtual(ids(50, 51, 50))),
-    ("bind outside the band", BindError, -1, lambda a: a.bind(ids(50), ids(5))),
+    ("bind outside the band", BindError, 5, lambda a: a.bind(ids(50), ids(5))),
+    ("bind of one place twice", BindError, 60, lambda a: a.bind(ids(50, 51), ids(60, 60))),
     ("unbind of an owner", NotAllocatedError, 2, lambda a: a.unbind(ids(2))),
-    ("a physical page out of range", NotAllocatedError, -1, lambda a: a.free_physical(torch.arange(40_000, 40_004))),
-    ("a physical page that is not taken", NotAllocatedError, -1, lambda a: a.free_physical(torch.arange(4, 8))),
+    ("a physical page out of range", NotAllocatedError, 10_000, lambda a: a.free_physical(torch.arange(40_000, 40_004))),
+    ("a physical page below the first", NotAllocatedError, -3, lambda a: a.free_physical(torch.arange(-12, -8))),
+    ("one physical page twice", DuplicateFreeError, 63, lambda a: a.free_physical(torch.arange(252, 256).repeat(2))),
+    ("a physical page that is not taken", NotAllocatedError, 1, lambda a: a.free_physical(torch.arange(4, 8))),
 ]  # fmt: skip
 
 
@@ -94,7 +97,7 @@ def test_a_fault_changes_no_table_and_raises_within_a_few_calls(
             assert tables(full) == before, "a frozen pool was written"
         pytest.fail(f"no error within {BOUND} calls")
     assert (raised.value.pool, raised.value.ids) == ("full", [page])
-    assert "call " in str(raised.value) and f"virtual page {page}" in str(raised.value)
+    assert "call " in str(raised.value) and f" page {page}" in str(raised.value)
     named = int(str(raised.value).split("call ")[1].split()[0])
     assert number <= named <= number + 1  # a bind is two checks
     with pytest.raises(error):
@@ -185,10 +188,11 @@ def test_tables_that_contradict_the_holes_are_found_by_the_next_compaction(
     full.alloc(32)
     lost = int(full.virtual_to_physical[2])  # the page next to the watermark
     full.physical_to_virtual[lost] = -1
-    with pytest.raises(CorruptMappingError):
+    with pytest.raises(CorruptMappingError) as raised:
         full.free(torch.arange(36, 40))
         full.flush_for_allocation()
         full._errors.look(wait=True)  # type: ignore[attr-defined]
+    assert raised.value.ids == []
 
 
 class _Running:
