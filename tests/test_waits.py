@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import corpus, waits_needed
-from tests.waits import measure
+from tests.waits import main, measure
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(300)]
 
@@ -50,3 +50,9 @@ def test_with_one_stream_there_are_waits_that_no_allocator_could_do_without() ->
     """States of the device are found that fit what the host knew and differ in the answer: for some waits, not for all."""
     _, waits, needed = waits_needed.count("kimi_gb200", FIRST_EVENTS)
     assert 0 < needed < waits
+
+
+def test_a_trace_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no_such_trace"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and "no_such_trace; there are kimi_gb200" in printed.err

@@ -92,5 +92,21 @@ def table(names: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def are_known(names: Sequence[str]) -> bool:
+    """Whether there are traces of these names; says which are not."""
+    known = [corpus.name_of(path) for path in corpus.trace_files()]
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        print(f"no trace {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+    return not unknown
+
+
+def main(names: Sequence[str]) -> int:
+    if not are_known(names):
+        return 2
+    print(table(names))
+    return 0
+
+
 if __name__ == "__main__":
-    print(table(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

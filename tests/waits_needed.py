@@ -1,6 +1,6 @@
 """Which of the waits that `tests.waits` counts no allocator with the same answers could do without.
 
-python -m tests.waits_needed [TRACE]        (kimi_gb200)
+python -m tests.waits_needed [NAME...]        (kimi_gb200)
 
 An alloc of the strategy ``device`` waits where bounds alone would refuse it. Bounds may be too low, so what is asked here is whether the
 wait was *needed*: whether there is a state of the device that agrees with all that the host was told, and in which the request would be
@@ -24,7 +24,7 @@ from allocator.read_back import Ticket
 from allocator.unsettled import Entry, Flushed, Numbers, Packed, PackedPerhaps, Released, Returned, Took
 from tests import corpus
 from tests.allocator.arriving import ArrivingEnd, ArrivingFloat
-from tests.waits import MODELS, measure
+from tests.waits import MODELS, are_known, measure
 
 #: Parts of the holes that may have touched the watermark: of one flush, and of each of two or three.
 FINE, COARSE = tuple(part / 64 for part in range(65)), (0.0, 0.5, 1.0)
@@ -206,10 +206,17 @@ def count(name: str, until: int | None = None) -> tuple[int, int, int]:
     return found.flushes, WitnessEnd.waits, WitnessEnd.needed
 
 
+def main(names: Sequence[str]) -> int:
+    if not are_known(names):
+        return 2
+    for name in names:
+        flushes, waits, needed = count(name)
+        print(f"{name}: {flushes:,} flushes, {waits} waits, of which at least {needed} were needed")
+    return 0
+
+
 if __name__ == "__main__":
     # By its own name, under which the replay imports it.
     from tests import waits_needed
 
-    trace = sys.argv[1] if len(sys.argv) > 1 else "kimi_gb200"
-    flushes, waits, needed = waits_needed.count(trace)
-    print(f"{trace}: {flushes:,} flushes, {waits} waits, of which at least {needed} were needed")
+    sys.exit(waits_needed.main(sys.argv[1:] or ["kimi_gb200"]))

@@ -84,11 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.no_ledger and (args.max_syncs is not None or args.compare):
+    compares = args.compare is not None
+    if args.no_ledger and (args.max_syncs is not None or compares):
         raise UsageError("--max-syncs and --compare count synchronisations; leave --no-ledger out")
     if args.max_syncs is not None and args.check == "none":
         raise UsageError("--max-syncs is a check; leave --check none out")
-    if args.compare and args.per_flush:
+    if compares and args.per_flush:
         raise UsageError("--per-flush lists one strategy's flushes; leave --compare out")
     code = EXIT_HELD
     for path in args.traces:
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         with _Bar(
             path, shown=not (args.json or args.quiet) and sys.stderr is not None and sys.stderr.isatty()
         ) as bar:
-            code = _worse(code, _compare(args, options, bar) if args.compare else _replay(args, options, bar))
+            code = _worse(code, _compare(args, options, bar) if compares else _replay(args, options, bar))
         if code == EXIT_INTERRUPTED:
             break
     return code

@@ -259,8 +259,8 @@ def test_usage(capsys: pytest.CaptureFixture[str], healthy: Path) -> None:
     for arguments in (
         ["--check", "C99"], ["--check-every", "sometimes"], ["--strategy", "guess"], ["--allocator", "nowhere:Nothing"],
         ["--allocator", "nonsense"], ["--device", "nodevice"], ["--max-syncs", "3", "--no-ledger"], ["--allocator", "json:JSONDecoder"],
-        ["--compare", "batched,guess"], ["--compare", ","], ["--compare", "batched", "--no-ledger"], ["--device", "meta"],
-        ["--max-syncs", "1", "--check", "none"], ["--allocator", ":x"], ["--allocator", "..:x"],
+        ["--compare", "batched,guess"], ["--compare", ","], ["--compare", ""], ["--compare", "batched", "--no-ledger"],
+        ["--device", "meta"], ["--max-syncs", "1", "--check", "none"], ["--allocator", ":x"], ["--allocator", "..:x"],
     ):  # fmt: skip
         code, _, err = run(capsys, healthy, *arguments)
         assert code == 2, (arguments, err)
