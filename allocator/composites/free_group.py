@@ -101,9 +101,17 @@ class PairedFreeGroup:
 
     def waiting_for(self, virtual_pages: torch.Tensor) -> torch.Tensor:
         """Which of these pages (int64 ``[n]``) are queued together with the window page that they have: bool ``[n]``."""
-        waiting = torch.zeros_like(virtual_pages, dtype=torch.bool)
+        # Marked and looked up: `isin` sorts both sides on a GPU, and stops the host to know how many there are.
+        is_waiting = torch.zeros(self._num_ids + 1, dtype=torch.bool, device=self._device)
         for entry in (*self.both, *self.both_segments):
             mask = self._mask(entry)
             pages = torch.div(entry.tokens, self._page_size, rounding_mode="floor")
-            waiting |= torch.isin(virtual_pages, pages if mask is None else torch.where(mask, pages, -1))
-        return waiting
+            is_waiting.index_fill_(
+                0, self._rows(pages if mask is None else torch.where(mask, pages, -1)), True
+            )
+        is_waiting[-1:].fill_(False)
+        return is_waiting.index_select(0, self._rows(virtual_pages))
+
+    def _rows(self, virtual_pages: torch.Tensor) -> torch.Tensor:
+        """The pages, and the row past the last one for what is none."""
+        return torch.where(virtual_pages < 0, self._num_ids, virtual_pages).clamp(max=self._num_ids)

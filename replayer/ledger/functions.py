@@ -56,6 +56,7 @@ def _rules() -> dict[Function, Rule]:
     both("where", reads.where)
     both("bincount", reads.bincount)
     both("repeat_interleave", reads.repeat_interleave)
+    functions("isin", reads.isin)
     both("masked_fill index_fill", reads.fills)
     methods("masked_fill_ index_fill_", reads.fills)
     both("narrow", reads.takes_numbers_after_first)

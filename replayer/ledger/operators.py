@@ -27,6 +27,7 @@ SYNCHRONISING: Final[dict[str, Callable[[Places, Args, Kwargs], Syncs]]] = {
     "equal": reads.equal,
     "bincount": reads.bincount,
     "repeat_interleave": reads.repeat_interleave,
+    "isin": reads.isin,
     "masked_fill": reads.fills,
     "masked_fill_": reads.fills,
     "index_fill": reads.fills,

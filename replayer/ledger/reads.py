@@ -54,6 +54,19 @@ def repeat_interleave(places: Places, args: Args, kwargs: Kwargs) -> Syncs:
     return 1, 0
 
 
+def isin(places: Places, args: Args, kwargs: Kwargs) -> Syncs:
+    """Compares each element with each, or, where those would be too many comparisons, makes both ``unique`` first: two reads
+    (``aten/src/ATen/native/TensorCompare.cpp`` of torch 2.13, ``isin_Tensor_Tensor_out`` and ``isin_sorting``)."""
+    given = dict(zip(("elements", "test_elements"), args, strict=False)) | kwargs
+    elements, tested = given["elements"], given["test_elements"]
+    if not isinstance(tested, torch.Tensor) or kwargs.get("assume_unique", False):
+        return NONE
+    count = elements.numel() if isinstance(elements, torch.Tensor) else 1
+    if not count or tested.numel() < int(10 * count**0.145) or places.only_hosts(args, kwargs):
+        return NONE
+    return 2, 0
+
+
 def fills(places: Places, args: Args, kwargs: Kwargs) -> Syncs:
     """``masked_fill`` and ``index_fill`` hand the value to a kernel: one on the device is read first."""
     value = kwargs["value"] if "value" in kwargs else args[-1]
