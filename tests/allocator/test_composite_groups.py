@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allocator.errors import (
+    BindError,
     DuplicateFreeError,
     FreeGroupError,
 )
@@ -181,4 +182,22 @@ def test_a_page_in_two_frees_of_a_group_with_states(strategy: str) -> None:
         made.free_group_end()
     assert refused.value.ids == pages_of(made, tokens[4:8])
     assert composite_state(made) == before and made.free_group is None
+    check(made)
+
+
+@every_strategy
+@every_window
+def test_a_place_that_is_none_is_refused_before_a_waiting_id_gives_up_its_own(
+    layout: str, strategy: str
+) -> None:
+    made = make(layout, strategy=strategy)
+    tokens = lay(made, 4)
+    kept = window_places(made, tokens)
+    made.free_group_begin()
+    made.free(tokens)
+    with pytest.raises(BindError):
+        made.set_full_to_swa_mapping(tokens, 4 * (made.swa_attn_allocator.num_pages - 1) + ids(0, 1, 2, 3))
+    assert window_places(made, tokens) == kept
+    made.free_group_end()
+    assert not live_pages(made.full_attn_allocator) and not live_pages(made.swa_attn_allocator)
     check(made)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from allocator import MultiEndedAllocator
 from allocator.errors import NotAllocatedError
+from allocator.read_back import SLOTS
 from tests.allocator.delayed import NeverEnd
 from tests.allocator.pools import two_ends, whole_state
-from tests.allocator.test_late_room import PAGE, Pair, free_swa_pages, pages
+from tests.allocator.test_device_lockstep import CHAINS, KINDS, Lockstep, Side
+from tests.allocator.test_device_lockstep import Event as LockstepEvent
+from tests.allocator.test_late_room import PAGE, Pair, pages
 
 pytestmark = pytest.mark.cpu
 
-#: Of a pool that grows up and whose page 16 a forward writes: what is called before its last flush, and whether that one may move the page.
-#: An urgent flush that moves anything is ordered behind the forward, which then has written.
+#: Of a pool of 18 pages, page 18 next to the watermark, whose page 16 a forward writes: what is called before its last flush, and whether
+#: that one may move the page. An urgent flush that moves anything is ordered behind the forward, which then has written.
 HAZARDS: dict[str, tuple[list[tuple[Any, ...]], bool]] = {
     "an urgent flush that moves": ([("free", 2, 3), ("urgent",), ("free", 5)], True),
     "one that moves nothing": ([("free", 17, 18), ("urgent",), ("free", 5)], False),
@@ -35,25 +40,32 @@ HAZARDS: dict[str, tuple[list[tuple[Any, ...]], bool]] = {
 
 
 @pytest.mark.parametrize("arrives", [True, False], ids=["arrived", "late"])
+@pytest.mark.parametrize("pool", [0, 1], ids=["down", "up"])
 @pytest.mark.parametrize("hazard", HAZARDS)
 def test_what_a_forward_writes_stays_until_an_urgent_flush_has_moved_something(
-    hazard: str, arrives: bool
+    hazard: str, pool: int, arrives: bool
 ) -> None:
     calls, may_move = HAZARDS[hazard]
     pair = Pair()
-    pair.forward(swa_writes=pages(16))
+    call, first = (pair.swa, 1) if pool else (pair.full, 2)
+    if not pool:
+        for _ in range(18):
+            pair.full("alloc", PAGE)
+    written = pages(15 + first)
+    writes = (None, written) if pool else (written, None)
+    pair.forward(writes)
     for name, *numbers in calls:
         if name == "free":
-            free_swa_pages(pair, *numbers)
+            call("free_segment", pages(*(number - 1 + first for number in numbers)), start_pos=0)
         elif name == "forward":
-            pair.forward(swa_writes=pages(16))
+            pair.forward(writes)
         else:
-            pair.swa("flush_for_allocation" if name == "urgent" else "flush_opportunistic")
+            call("flush_for_allocation" if name == "urgent" else "flush_opportunistic")
         if arrives:
             pair.arrive()
-    places = pair.plain[1].virtual_to_physical.tolist()
-    pair.swa("flush_opportunistic")
-    assert (pair.plain[1].virtual_to_physical.tolist() != places) == may_move
+    places = pair.plain[pool].virtual_to_physical.tolist()
+    call("flush_opportunistic")
+    assert (pair.plain[pool].virtual_to_physical.tolist() != places) == may_move
     assert pair.waits == 0 and pair.same()
 
 
@@ -88,3 +100,134 @@ def test_less_than_no_live_pages_is_told_as_the_call_that_was_wrong() -> None:
     full.free_segment(pages(1, 2, 3), start_pos=0)
     with pytest.raises(NotAllocatedError):
         full.free_segment(pages(2, 3), start_pos=0)
+
+
+@pytest.mark.parametrize("call", ["alloc", "alloc_extend"])
+@pytest.mark.parametrize("name", ["full", "swa", "other"])
+def test_ids_that_may_not_have_come_back_yet_are_waited_for(name: str, call: str) -> None:
+    """Of a free of tokens one page is certain; the request takes all that were freed, and there are no other ids."""
+    answers = []
+    for kind in ("never", "batched"):
+        pool = Side(kind, "a float between", PAGE, lazy=True, cap=8).pools[name]
+        tokens = pool.alloc(6 * PAGE)
+        beyond = pool.free_virtual_ids
+        assert beyond is not None
+        pool.free_virtual_ids = beyond[:0]
+        pool.free(tokens[2 * PAGE : 6 * PAGE])
+        if call == "alloc":
+            taken = pool.alloc(4 * PAGE)
+        else:
+            none, lens = torch.zeros(1, dtype=torch.int64), torch.tensor([4 * PAGE])
+            taken = pool.alloc_extend(none, none, lens, lens, none - 1, 4 * PAGE)
+        answers.append((taken.tolist(), pool.virtual_to_physical.tolist()))
+        assert kind == "batched" or pool.blocking_reads == 1
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("name", ["full", "swa"])
+def test_frees_of_which_no_number_comes_are_waited_for_once_in_a_while(name: str) -> None:
+    """Half of the read-backs that fit are under way at most, and one wait is for all of them."""
+    rounds, states = 2 * SLOTS, []
+    for kind in ("never", "batched"):
+        pool = Side(kind, "a float between", PAGE, lazy=True, cap=8).pools[name]
+        tokens = pool.alloc(8 * PAGE)
+        for _ in range(rounds):
+            pool.free(tokens[: PAGE - 1])
+            tokens = torch.cat([tokens[PAGE:], pool.alloc(PAGE)])
+        if kind == "never":
+            assert 0 < pool.blocking_reads <= 2 * rounds // (SLOTS // 2)
+        states.append((whole_state(pool), tokens.tolist()))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("below", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("wanted", [1, 3, 6])
+def test_a_float_grows_where_the_others_do(wanted: int, below: int) -> None:
+    """Both gaps from one side wider to the other side wider, the borders moved by holes given back just before."""
+    states = []
+    for kind in ("never", "batched"):
+        side = Side(kind, "a float between", PAGE, lazy=True, cap=8)
+        pool = side.pools["swa"]
+        tokens = pool.alloc(8 * PAGE)
+        low, high = pool._gap_pages()
+        pool.free(tokens[: below * PAGE])
+        pool.free(tokens[7 * PAGE :])
+        pool.flush_opportunistic()
+        assert pool.alloc(wanted * PAGE) is not None
+        states.append((whole_state(pool), low, high))
+    assert states[0] == states[1]
+
+
+class Calls:
+    """A program of few kinds of calls, so that flushes meet what the flush before them has left open, on all kinds of allocators."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.machine = Lockstep()
+        self.machine.start(
+            chain=random.choice(sorted(CHAINS)), page=random.choice([1, 4]), lazy=random.random() < 0.9,
+            cap=random.choice([2, 4096]), look_every=random.choice([6, 1000]),
+        )  # fmt: skip
+        for name in self.machine.names:
+            self.machine.grant(name, self.machine.call(name, "alloc", 6 * self.machine.size))
+
+    def run(self, steps: int) -> None:
+        calls = (
+            self.alloc,
+            self.free,
+            self.flush,
+            self.urgent,
+            self.forward,
+            self.done,
+            self.machine.promise,
+        )
+        for _ in range(steps):
+            self.name = self.random.choice(self.machine.names)
+            self.random.choices(calls, weights=(4, 6, 7, 2, 3, 3, 2))[0]()
+        self.machine.teardown()
+
+    def alloc(self) -> None:
+        pages = self.random.choice([1, 1, 2, 3, 7])
+        self.machine.grant(self.name, self.machine.call(self.name, "alloc", pages * self.machine.size))
+
+    def free(self) -> None:
+        live, size = self.machine.live[self.name], self.machine.size
+        pages = sorted({token // size for token in live})
+        if not pages:
+            return
+        chosen = self.random.sample(pages, min(len(pages), self.random.randint(1, 4)))
+        whole = [page * size + offset for page in chosen for offset in range(size)]
+        self.machine.live[self.name] = [token for token in live if token // size not in chosen]
+        if self.random.random() < 0.4:
+            self.machine.call(self.name, "free_segment", torch.tensor(whole), start_pos=0)
+        else:
+            self.random.shuffle(whole)
+            self.machine.call(self.name, "free", torch.tensor(whole))
+
+    def flush(self) -> None:
+        self.machine.call(self.name, "flush_opportunistic")
+
+    def urgent(self) -> None:
+        self.machine.call(self.name, "flush_for_allocation")
+
+    def forward(self) -> None:
+        if not self.machine.lazy:
+            return
+        events = {kind: LockstepEvent() for kind in KINDS}
+        self.machine.events.append(events)
+        for name in self.machine.ends:
+            live = self.machine.live[name]
+            writes = torch.tensor(self.random.sample(live, min(len(live), 2))) if live else None
+            for kind, side in self.machine.sides.items():
+                side.pools[name].set_latest_forward_done_event(events[kind])
+                side.pools[name].set_inflight_forward(events[kind], writes)
+
+    def done(self) -> None:
+        if self.machine.events:
+            for event in self.machine.events.pop(0).values():
+                event.fired = True
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flushes_one_after_another_leave_what_the_others_leave(seed: int) -> None:
+    Calls(seed).run(60)

@@ -42,13 +42,13 @@ class Pair:
             assert found == expected, method
         return answers[0]
 
-    def forward(self, *, swa_writes: torch.Tensor | None = None) -> None:
-        """A forward that runs from now on."""
+    def forward(self, writes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)) -> None:
+        """A forward that runs from now on, and what it writes in either pool."""
         self.events.append(Event())
-        for full, swa in (self.late, self.plain):
-            for pool, writes in ((full, None), (swa, swa_writes)):
+        for both in (self.late, self.plain):
+            for pool, tokens in zip(both, writes, strict=True):
                 pool.set_latest_forward_done_event(self.events[-1])
-                pool.set_inflight_forward(self.events[-1], writes)
+                pool.set_inflight_forward(self.events[-1], tokens)
 
     def arrive(self) -> None:
         """All numbers that were sent are there."""
