@@ -69,6 +69,29 @@ def test_what_a_forward_writes_stays_until_an_urgent_flush_has_moved_something(
     assert pair.waits == 0 and pair.same()
 
 
+@pytest.mark.parametrize("then", ["nothing", "alloc", "another forward", "urgent"])
+@pytest.mark.parametrize("pool", [0, 1], ids=["down", "up"])
+def test_pages_that_wait_come_back_before_it_is_known_how_many_they_are(pool: int, then: str) -> None:
+    pair = Pair()
+    call, first = (pair.swa, 1) if pool else (pair.full, 2)
+    if not pool:
+        pair.full("alloc", 18 * PAGE)
+    call("free_segment", pages(first + 2, first + 7, first + 11), start_pos=0)
+    pair.forward()
+    call("flush_opportunistic")
+    assert pair.plain[pool]._pending
+    pair.events[-1].fired = True
+    if then == "another forward":
+        pair.forward()
+    call("free_segment", pages(first + 9), start_pos=0)
+    call("flush_opportunistic")
+    if then == "urgent":
+        call("flush_for_allocation")
+    elif then != "nothing":
+        call("alloc", PAGE)
+    assert pair.waits == 0 and pair.same()
+
+
 def test_ids_that_were_freed_by_more_tokens_than_there_are_ids() -> None:
     """A row for each token named is kept until it is known how many pages they were."""
     late, plain = (
@@ -168,6 +191,7 @@ class Calls:
             chain=random.choice(sorted(CHAINS)), page=random.choice([1, 4]), lazy=random.random() < 0.9,
             cap=random.choice([2, 4096]), look_every=random.choice([6, 1000]),
         )  # fmt: skip
+        self.main = random.choice(self.machine.names)
         for name in self.machine.names:
             self.machine.grant(name, self.machine.call(name, "alloc", 6 * self.machine.size))
 
@@ -182,7 +206,7 @@ class Calls:
             self.machine.promise,
         )
         for _ in range(steps):
-            self.name = self.random.choice(self.machine.names)
+            self.name = self.random.choice([self.main] * 4 + self.machine.names)
             self.random.choices(calls, weights=(4, 6, 7, 2, 3, 3, 2))[0]()
         self.machine.teardown()
 

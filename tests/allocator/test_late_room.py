@@ -112,6 +112,21 @@ def test_a_request_that_may_have_to_be_refused_waits() -> None:
     assert pair.same()
 
 
+@pytest.mark.parametrize("more", [0, 1], ids=["there", "one page more than there is"])
+def test_who_takes_pages_without_asking_for_room_waits_for_what_bounds_do_not_cover(more: int) -> None:
+    pair = Pair()
+    free_swa_pages(pair, 17, 18)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    exact = pair.plain[0].available_size()
+    assert pair.late[0].available_size() < exact
+    answers = [pools[0].take_physical(exact + more * PAGE) for pools in (pair.late, pair.plain)]
+    assert [answer is None for answer in answers] == [bool(more)] * 2
+    if not more:
+        assert answers[0].tolist() == answers[1].tolist()
+    assert pair.waits == 1 and pair.same()
+
+
 def test_pages_that_two_flushes_may_have_taken_back_are_counted_once() -> None:
     """They wait for a forward. How many they are is told before it is whether the first of the flushes was made."""
     pair = Pair()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from allocator.float_registers import Growth, SpanBounds
+from allocator.float_registers import FloatRegisters, Growth, SpanBounds
 from allocator.unsettled import (
     Entry,
     Flushed,
@@ -223,6 +223,33 @@ def test_a_float_promises_the_least_that_it_may_have(is_known: bool) -> None:
             assert certain <= max(0, min(has)), (bounds, gap_low, gap_high)
             if min(gap_low, gap_high) >= 0 and (least or (most and not is_known)):
                 assert certain == min(has), (bounds, gap_low, gap_high)
+
+
+@pytest.mark.parametrize("on_device", [True, False], ids=["neighbours late", "neighbours known"])
+@pytest.mark.parametrize(
+    ("low", "high", "holes", "region", "most"),
+    [
+        (10, 16, 2, (7, 18), 5),
+        (10, 16, 2, (9, 20), 6),
+        (10, 16, 0, (10, 16), 0),
+        (10, 16, 3, (12, 14), 3),  # neighbours that are not where they can be, in a frozen buffer
+        (30, 30, 0, (7, 18), 11),  # nowhere: all that is between the neighbours
+        (30, 30, 0, (18, 7), 0),
+    ],
+)
+def test_what_a_float_can_hand_out_is_told_on_the_device(
+    low: int, high: int, holes: int, region: tuple[int, int], most: int, on_device: bool
+) -> None:
+    def register(value: int) -> torch.Tensor:
+        return torch.tensor(value)
+
+    registers = FloatRegisters(
+        holes=torch.arange(low + 1, low + 1 + holes), count=register(holes), low=register(low), high=register(high),
+        takes_high=register(0) > 0, is_dirty=register(0) > 0, late_ids=register(0), num_pages=30,
+    )  # fmt: skip
+    between = (register(region[0]), register(region[1])) if on_device else region
+    lacking = [bool(registers.lacks(want, between)) for want in range(most + 3)]
+    assert lacking == [False] * (most + 1) + [True] * 2
 
 
 @pytest.mark.parametrize(
