@@ -1,4 +1,4 @@
-"""Faults of the ``device`` strategy, where its code is its own: numbers at once (as on a CPU), and numbers that come late."""
+"""Faults of the ``device`` strategy, where its code is its own and numbers are there at once, as on a CPU. See `tests.mutants.late`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 from allocator.device_end import DeviceMultiEndedAllocator
 from allocator.device_middle import DeviceFloatMultiEndedAllocator
 from allocator.device_pending import DevicePendingReuse
-from allocator.flush_ops import TorchFlush
 from allocator.forwards import ForwardDoneEvent
 from allocator.unsettled import PendingBatch
-from tests.allocator.delayed import NeverEnd
 from tests.mutants import scenes
 from tests.mutants.registry import Mutant, Scene
 
@@ -132,60 +130,6 @@ class CountsOneBorder(DeviceFloatMultiEndedAllocator):
         return super()._shrink(holes, [touching[0], touching[0]])
 
 
-class _MovesPadding(TorchFlush):
-    def _first(
-        self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return src_pages, dst_pages
-
-
-class LateMovesEveryRow(NeverEnd):
-    """Numbers late: rows of a plan that are no moves are moved too."""
-
-    flush_ops_class = _MovesPadding
-
-
-class _UnmapsPadding(TorchFlush):
-    def move(self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> torch.Tensor:
-        src = super().move(moves, src_pages, dst_pages)
-        self._tables.physical_to_virtual.index_fill_(0, src, -1)
-        return src
-
-
-class LateUnmapsPadding(NeverEnd):
-    """Numbers late: rows of a plan that are no moves unmap the padding page."""
-
-    flush_ops_class = _UnmapsPadding
-
-
-class LateHoldsNothingBack(NeverEnd):
-    """Numbers late: pages moved away under a forward are forgotten."""
-
-    def _hold_back(self, reader: ForwardDoneEvent, batch: PendingBatch) -> None:
-        pass
-
-
-class LateFreesFirstTwice(NeverEnd):
-    """Numbers late: of the pages named by tokens, one is counted too many."""
-
-    def _release_late(
-        self,
-        virtual_pages: torch.Tensor,
-        physical_pages: torch.Tensor,
-        count: torch.Tensor,
-        *,
-        least: int = 1,
-    ) -> None:
-        super()._release_late(virtual_pages, physical_pages, count + 1, least=least)
-
-
-class LateIgnoresWrites(NeverEnd):
-    """Numbers late: the write set stops no walk."""
-
-    def _blocked_from(self, written: Any, is_void: Any, mark: torch.Tensor, window: int) -> Any:
-        return window
-
-
 def _mutant(fault: type[Any], check: str, event: int, scene: Scene, **more: Any) -> Mutant:
     return Mutant(fault, check, event, scene, strategy="device", **more)
 
@@ -207,9 +151,4 @@ MUTANTS = [
     _mutant(SortsDistinctWrong, "C1", 1, scenes.frees_tokens_of_pages),
     _mutant(EagerMovesNothing, "C5", 1, scenes.packs_at_every_free),
     _mutant(CountsOneBorder, "C5", 2, scenes.float_gives_back),
-    _mutant(LateMovesEveryRow, "C5", 2, scenes.drains_in_part),
-    _mutant(LateUnmapsPadding, "C1", 2, scenes.drains_in_part),
-    _mutant(LateHoldsNothingBack, "C4", 3, scenes.read_while_moving),
-    _mutant(LateFreesFirstTwice, "C3", 1, scenes.frees_tokens_of_pages),
-    _mutant(LateIgnoresWrites, "C7", 3, scenes.moves_what_is_written),
 ]  # fmt: skip

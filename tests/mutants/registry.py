@@ -14,6 +14,7 @@ from replayer.checks import CheckOptions
 from replayer.failure import CHECKS
 from replayer.replay import Outcome, ReplayOptions, replay
 from replayer.targets import TargetOptions
+from tests.allocator.delayed import NeverEnd, NeverFloat
 from tests.composite_scenario import CompositeScenario
 from tests.scenario import TWO_ENDS, PoolShape, Scenario
 
@@ -135,9 +136,17 @@ class Mutant:
     def allocator(self) -> str:
         """The ``--allocator`` that names it."""
         spec = f"{self.fault.__module__}:{self.fault.__name__}"
+        if issubclass(self.fault, NeverFloat):
+            return f"tests.allocator.delayed:NeverEnd,{spec}"
         if issubclass(self.fault, FloatMultiEndedAllocator):
             return f"allocator:MultiEndedAllocator,{spec}"
         return spec
+
+    @property
+    def healthy(self) -> str:
+        """The ``--allocator`` without the fault: where numbers come late with this one, they do so there too."""
+        is_late = issubclass(self.fault, (NeverEnd, NeverFloat))
+        return "tests.allocator.delayed:NeverEnd,tests.allocator.delayed:NeverFloat" if is_late else "kvtape"
 
 
 def run(path: Path, allocator: str, strategy: str, options: dict[str, Any]) -> Outcome:
@@ -164,6 +173,7 @@ def all_mutants() -> list[Mutant]:
         flush,
         forwards,
         free,
+        late,
         syncs,
         tables,
         transfers,
@@ -182,6 +192,7 @@ def all_mutants() -> list[Mutant]:
         composites,
         syncs,
         device,
+        late,
     )
     mutants = [mutant for module in modules for mutant in module.MUTANTS]
     names = [mutant.name for mutant in mutants]

@@ -34,7 +34,7 @@ def test_each_fault_is_named_at_its_event(mutant: Mutant, traces: Traces) -> Non
     finding = find(mutant, traces)
     assert finding.failure is not None, f"{mutant.name} survived"
     assert finding.is_expected, finding.failure
-    healthy = run(traces.of(mutant.scene), "kvtape", mutant.strategy, mutant.options)
+    healthy = run(traces.of(mutant.scene), mutant.healthy, mutant.strategy, mutant.options)
     assert healthy.verdict == "held", healthy.failure
 
 

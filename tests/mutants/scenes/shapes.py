@@ -13,3 +13,8 @@ FLOATING = (
     PoolShape("mid", "float", layer_num=2),
     PoolShape("mamba", "up", kind="mamba", layer_num=2),
 )
+PAGED_FLOATING = (
+    PoolShape("full", "down", page_size=4),
+    PoolShape("mid", "float", page_size=4, layer_num=2),
+    PoolShape("mamba", "up", kind="mamba", layer_num=2),
+)
