@@ -45,9 +45,14 @@ class LateFloat(LateIds, FloatMultiEndedAllocator):
     holes: BoundedHoleList
     _registers: FloatRegisters
     _bounds: SpanBounds
+    _journal: deque[_Done] = deque()
 
     def clear(self) -> None:
-        self._journal: deque[_Done] = deque()
+        if self._journal:  # the end whose turn it is outlives a clear
+            last = self._journal[-1].ticket
+            last.wait()
+            self._next_hole_end = "high" if last.values()[FLAGS] & 1 else "low"
+        self._journal = deque()
         self.holes = BoundedHoleList(self.device)
         super().clear()
 

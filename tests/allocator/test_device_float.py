@@ -111,6 +111,25 @@ def test_a_pool_that_is_cleared_forgets_what_was_under_way() -> None:
     assert made.alloc(PAGE).tolist() == fresh.alloc(PAGE).tolist()
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_whose_turn_it_is_outlives_a_clear(turns: int) -> None:
+    """Holes are taken from the two ends in turn, and a clear does not begin anew, as in SGLang 0.5.23."""
+    taken = []
+    for side in (chain("never"), chain("batched")):
+        made = side.pools["swa"]
+        first = int(made.min_page_index)
+        made.free(pages_of(side, *range(first + 1, first + 7)))
+        for _ in range(turns):
+            assert made.alloc(PAGE) is not None
+        for pool in side.pools.values():
+            pool.clear()
+        assert made.alloc(10 * PAGE) is not None
+        made.free(pages_of(side, *range(first + 1, first + 7)))
+        ids = made.alloc(2 * PAGE)
+        taken.append(made.translate_kv_loc(ids).tolist())
+    assert taken[0] == taken[1]
+
+
 def test_what_fits_for_certain_waits_for_nothing() -> None:
     """Allocs behind frees and flushes whose numbers have not come: as many as fit whatever these turn out to be."""
     late, other = chain("never"), chain("batched")
