@@ -39,13 +39,17 @@ class _Done:
     ticket: Ticket
 
 
+#: Before the first `clear`; holds nothing whatever is appended.
+_NOTHING_DONE: deque[_Done] = deque(maxlen=0)
+
+
 class LateFloat(LateIds, FloatMultiEndedAllocator):
     """A float that is *settled* (``_journal`` is empty; everything is exact) or not."""
 
     holes: BoundedHoleList
     _registers: FloatRegisters
     _bounds: SpanBounds
-    _journal: deque[_Done] = deque()
+    _journal: deque[_Done] = _NOTHING_DONE
 
     def clear(self) -> None:
         if self._journal:  # the end whose turn it is outlives a clear
