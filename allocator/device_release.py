@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from functools import cached_property
 
 import torch
 
@@ -20,12 +19,6 @@ class DeviceReleasingBand(LateChecks):
 
     #: While pages are asked for that the caller was told are there.
     _is_promised = False
-
-    @cached_property
-    def _numbers(self) -> torch.Tensor:
-        """int64 ``[number of pages or ids, whichever is more]``: 0, 1, 2, ...; parts of it stand where ``arange`` would be made anew."""
-        longest = max(self.physical_to_virtual.shape[0], self.virtual_to_physical.shape[0])
-        return torch.arange(longest, dtype=torch.int64, device=self.device)
 
     def _numbers_from_one(self, count: int) -> torch.Tensor:
         """int64 ``[count]``: 1, 2, ..."""
@@ -246,11 +239,13 @@ class DeviceReleasingBand(LateChecks):
         is_page = self._numbers[:rows] < count
         virtual_pages = torch.where(is_page, chosen, self.num_virtual_ids)
         physical_pages = self._tables.physical_of(virtual_pages)
-        bad = is_page & (physical_pages <= 0)
-        self._errors.note(Fault.NOT_LIVE, bad, physical_pages, virtual_pages)
+        is_live = physical_pages > 0
+        bad, then = is_page & ~is_live, None
         if once and rows > 1:
-            repeated = self._repeated_rows(self.physical_to_virtual, physical_pages, bad | ~is_page)
-            self._errors.note(Fault.FREED_TWICE, repeated, physical_pages, virtual_pages)
+            # What is no page, or is not live, stands for the sentinel, and that again and again.
+            repeated = self._repeated_rows(self.physical_to_virtual, physical_pages, ~(is_page & is_live))
+            then = Fault.FREED_TWICE, repeated & is_page
+        self._errors.note(Fault.NOT_LIVE, bad, physical_pages, virtual_pages, then=then)
         if rows < named:
             # More pages than there are ids: one of them is none, or is named twice.
             is_over = rank[-1:] > rows

@@ -120,13 +120,30 @@ class ErrorLog:
         logs = self._siblings()
         return int(fault) + FAULTS * next(number for number, log in enumerate(logs) if log is self)
 
-    def note(self, fault: Fault, bad: torch.Tensor, physical: torch.Tensor, virtual: torch.Tensor) -> None:
-        """Write down the first of ``bad`` rows (bool ``[n]``, n > 0), if there is one and nothing was written before."""
-        first = torch.argmax(bad.to(torch.int8), 0, keepdim=True)
-        happened = torch.full((2,), self.code(fault), dtype=torch.int64, device=self._device)
-        happened[1:].fill_(self.calls)
-        entry = torch.cat([happened, physical.index_select(0, first), virtual.index_select(0, first)])
-        self._write(self.ok & bad.any(), entry)
+    def note(
+        self,
+        fault: Fault,
+        bad: torch.Tensor,
+        physical: torch.Tensor,
+        virtual: torch.Tensor,
+        *,
+        then: tuple[Fault, torch.Tensor] | None = None,
+    ) -> None:
+        """Write down the first of ``bad`` rows (bool ``[n]``, n > 0), if there is one and nothing was written before.
+
+        Args:
+            then: another fault and the rows that have it (bool ``[n]``), to be written down if none has the first one. What it says of rows
+                that have the first one does not matter.
+        """
+        rank = bad if then is None else torch.where(bad, 2, then[1])
+        worst, first = rank.max(0, keepdim=True)  # the first of equals
+        call = torch.full((1,), self.calls, dtype=torch.int64, device=self._device)
+        if then is None:
+            is_bad, code = worst, torch.full_like(call, self.code(fault))
+        else:
+            is_bad, code = worst > 0, torch.where(worst > 1, self.code(fault), self.code(then[0]))
+        entry = torch.cat([code, call, physical.index_select(0, first), virtual.index_select(0, first)])
+        self._write(self.ok & is_bad[0], entry)
 
     @property
     def log(self) -> torch.Tensor:
@@ -194,7 +211,15 @@ class AsynchronousAssertions(ErrorLog):
 
     freezes = False
 
-    def note(self, fault: Fault, bad: torch.Tensor, physical: torch.Tensor, virtual: torch.Tensor) -> None:
+    def note(
+        self,
+        fault: Fault,
+        bad: torch.Tensor,
+        physical: torch.Tensor,
+        virtual: torch.Tensor,
+        *,
+        then: tuple[Fault, torch.Tensor] | None = None,
+    ) -> None:
         """Assert that no row is bad."""
         error, text = _ERRORS[fault]
 
@@ -203,3 +228,5 @@ class AsynchronousAssertions(ErrorLog):
             return error(f"checked call {self.calls} of this pool {text}: virtual page(s) {pages}", ids=pages)
 
         require(~bad.any(), f"kvtape: a call {text}", found)
+        if then is not None:
+            self.note(then[0], then[1] & ~bad, physical, virtual)

@@ -117,11 +117,10 @@ class LateChecks(MultiEndedAllocator):
         physical_pages = self._tables.physical_of(virtual_pages)
         if not virtual_pages.shape[0]:
             return physical_pages
-        bad = physical_pages <= 0
-        self._errors.note(Fault.NOT_LIVE, bad, physical_pages, virtual_pages)
+        bad, then = physical_pages <= 0, None
         if may_repeat and virtual_pages.shape[0] > 1:
-            repeated = self._repeated_rows(self.physical_to_virtual, physical_pages, bad)
-            self._errors.note(Fault.FREED_TWICE, repeated, physical_pages, virtual_pages)
+            then = Fault.FREED_TWICE, self._repeated_rows(self.physical_to_virtual, physical_pages, bad)
+        self._errors.note(Fault.NOT_LIVE, bad, physical_pages, virtual_pages, then=then)
         return physical_pages
 
     def _require_unmapped(self, virtual_pages: torch.Tensor) -> None:
@@ -131,9 +130,8 @@ class LateChecks(MultiEndedAllocator):
         self._look_for_errors()
         bad = ~self._tables.is_free(virtual_pages)
         nowhere = torch.full_like(virtual_pages, -1)
-        self._errors.note(Fault.NOT_FREE, bad, nowhere, virtual_pages)
         repeated = self._repeated_rows(self.virtual_to_physical, virtual_pages, bad)
-        self._errors.note(Fault.BOUND_TWICE, repeated, nowhere, virtual_pages)
+        self._errors.note(Fault.NOT_FREE, bad, nowhere, virtual_pages, then=(Fault.BOUND_TWICE, repeated))
 
     def _require_taken(self, physical_pages: torch.Tensor, error: type[AllocatorError]) -> None:
         if self._read_back.immediate:
@@ -147,23 +145,32 @@ class LateChecks(MultiEndedAllocator):
         fault, twice = (
             (Fault.BOUND_OUTSIDE, Fault.BOUND_TWICE) if is_bind else (Fault.OUTSIDE_BAND, Fault.FREED_TWICE)
         )
-        self._errors.note(fault, outside, physical_pages, nowhere)
         repeated = self._repeated_rows(self.physical_to_virtual, physical_pages, outside)
-        self._errors.note(twice, repeated, physical_pages, nowhere)
+        self._errors.note(fault, outside, physical_pages, nowhere, then=(twice, repeated))
 
     def _band_on_device(self) -> tuple[int | torch.Tensor, int | torch.Tensor]:
         """Physical pages ``[low, high)`` of the band; int64 ``[]`` what only the device knows."""
         return self._band_pages()
 
-    @staticmethod
-    def _repeated_rows(table: torch.Tensor, rows: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
-        """Which rows of ``table`` are named a second time, bad ones apart: bool ``[n]``. As in `_named_once`, the rows are numbered, the
-        numbers read again, and what was there is put back; a bad row stands for the sentinel."""
+    @cached_property
+    def _numbers(self) -> torch.Tensor:
+        """int64 ``[number of pages or ids, whichever is more]``: 0, 1, 2, ...; parts of it stand where ``arange`` would be made anew."""
+        longest = max(self.physical_to_virtual.shape[0], self.virtual_to_physical.shape[0])
+        return torch.arange(longest, dtype=torch.int64, device=self.device)
+
+    def _repeated_rows(self, table: torch.Tensor, rows: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        """Which rows of ``table`` are named a second time: bool ``[n]``; what it says of bad ones does not matter. As in `_named_once`, the
+        rows are numbered, the numbers read again, and what was there is put back; a bad row stands for the sentinel."""
         safe = torch.where(bad, table.shape[0] - 1, rows)
         before = table.index_select(0, safe)
-        numbers = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
+        count = rows.shape[0]
+        numbers = (
+            self._numbers[:count]
+            if count <= self._numbers.shape[0]
+            else torch.arange(count, device=rows.device)
+        )
         table.index_copy_(0, safe, numbers)
-        repeated = (table.index_select(0, safe) != numbers) & ~bad
+        repeated = table.index_select(0, safe) != numbers
         table.index_copy_(0, safe, before)
         return repeated
 

@@ -191,9 +191,8 @@ class LatePromisesAPageMore(NeverEnd):
 class LateLosesIds(NeverEnd):
     """Numbers late: of the ids that a free of tokens gave back, those that were not certain are lost."""
 
-    def _settle_ids(self, known: Numbers) -> None:
-        known.late_ids = 0
-        super()._settle_ids(known)
+    def _settle_ids(self, more: int) -> None:
+        super()._settle_ids(0)
 
 
 class LateEagerMovesNothing(NeverEnd):
