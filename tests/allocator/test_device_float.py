@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from allocator.errors import OutOfRoomError
+from allocator.float_registers import SpanBounds
 from replayer.ledger import SyncLedger
 from tests.allocator.test_device_lockstep import Side
 
@@ -287,3 +288,18 @@ def test_pages_that_were_promised_are_taken_without_a_wait(too_many: int) -> Non
         with pytest.raises(OutOfRoomError):
             pool.alloc_with_virtual(ids)
             pool._errors.look(wait=True)
+
+
+def test_bounds_go_on_from_what_has_arrived() -> None:
+    """Two frees of tokens, of which the numbers of the first are there."""
+    side = chain("never")
+    made = side.pools["swa"]
+    low, first = made.low_wm_page, int(made.min_page_index)
+    made.free(pages_of(side, *range(first + 2, first + 5)))
+    arrived = made._read_back.posted
+    made.free(pages_of(side, first + 6, first + 7))
+    assert made._bounds == SpanBounds(low, low + 10, 0, 8)
+    made._read_back.arrived = arrived
+    made._poll()
+    assert made._bounds == SpanBounds(low, low + 10, 3, 6)
+    assert len(made.holes) == 4 and made.blocking_reads == 0

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.cpu
 
 CHAINS = {
     "two ends": (("full", "down", 1), ("swa", "up", 3)),
+    "large pages above": (("full", "down", 3), ("swa", "up", 1)),
     "a float between": (("full", "down", 1), ("swa", "float", 2), ("other", "up", 3)),
 }
 #: What is driven: strategy, and the two classes.
@@ -207,11 +208,14 @@ class Lockstep(RuleBasedStateMachine):
 
     @rule()
     def promise(self) -> None:
-        """Sizes that are told while numbers are on their way are never more than there is."""
+        """Sizes that are told while numbers are on their way are never more than there is, and a band seems no shorter than it is."""
         for name in self.names:
             exact = self.sides["batched"].pools[name]
             for kind in LATE:
                 late = self.sides[kind].pools[name]
+                if exact._allocated_pages():
+                    assert late._byte_low_frontier() <= exact._byte_low_frontier(), (kind, name)
+                    assert late._byte_high_frontier() >= exact._byte_high_frontier(), (kind, name)
                 assert late.available_size() <= exact.available_size(), (kind, name)
                 assert late.schedulable_available_size() <= exact.schedulable_available_size(), (kind, name)
 

@@ -147,6 +147,19 @@ def test_ids_that_may_not_have_come_back_yet_are_waited_for(name: str, call: str
     assert answers[0] == answers[1]
 
 
+def test_ids_are_waited_for_where_a_neighbour_would_have_to_be_packed_too() -> None:
+    pair = Pair()
+    tokens = pair.full("alloc", pair.late[0].available_size())
+    for late_or_plain in (pair.late, pair.plain):
+        late_or_plain[0].free_virtual_ids = torch.empty(0, dtype=torch.int64)
+    pair.swa("free_segment", pages(2, 3, 5, 6), start_pos=0)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    pair.full("free", tokens[2 * PAGE : 6 * PAGE].flip(0))
+    assert pair.full("alloc", 4 * PAGE) is not None
+    assert pair.same()
+
+
 @pytest.mark.parametrize("name", ["full", "swa"])
 def test_frees_of_which_no_number_comes_are_waited_for_once_in_a_while(name: str) -> None:
     """Half of the read-backs that fit are under way at most, and one wait is for all of them."""
@@ -163,11 +176,30 @@ def test_frees_of_which_no_number_comes_are_waited_for_once_in_a_while(name: str
     assert states[0] == states[1]
 
 
+@pytest.mark.parametrize("wanted", [1, 2])
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_neighbours_know_where_a_float_may_have_grown_to(way: str, wanted: int) -> None:
+    """A free of which nothing has come yet leaves the span as it is, so that it is known which way the float grows."""
+    frontiers = []
+    for kind in ("never", "batched"):
+        side = Side(kind, "a float between", PAGE, lazy=True, cap=8)
+        pool = side.pools["swa"]
+        tokens = pool.alloc(6 * PAGE)
+        side.pools["full" if way == "down" else "other"].alloc(4 * PAGE)
+        pool.free(tokens[3 * PAGE - 1 : 3 * PAGE + 1])
+        assert pool.alloc((2 + wanted) * PAGE) is not None
+        frontiers.append((pool._byte_low_frontier(), pool._byte_high_frontier()))
+        assert kind == "batched" or not pool._is_settled
+    (low, high), (exact_low, exact_high) = frontiers
+    assert low <= exact_low and high >= exact_high
+    assert (low == exact_low) == (way == "up") and (high == exact_high) == (way == "down")
+
+
 @pytest.mark.parametrize("below", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("wanted", [1, 3, 6])
 def test_a_float_grows_where_the_others_do(wanted: int, below: int) -> None:
     """Both gaps from one side wider to the other side wider, the borders moved by holes given back just before."""
-    states = []
+    states, frontiers = [], []
     for kind in ("never", "batched"):
         side = Side(kind, "a float between", PAGE, lazy=True, cap=8)
         pool = side.pools["swa"]
@@ -177,7 +209,47 @@ def test_a_float_grows_where_the_others_do(wanted: int, below: int) -> None:
         pool.free(tokens[7 * PAGE :])
         pool.flush_opportunistic()
         assert pool.alloc(wanted * PAGE) is not None
+        frontiers.append((pool._byte_low_frontier(), pool._byte_high_frontier()))
         states.append((whole_state(pool), low, high))
+    (low, high), (exact_low, exact_high) = frontiers
+    assert low <= exact_low and high >= exact_high
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("chain", ["two ends", "large pages above"])
+@pytest.mark.parametrize("name", ["full", "swa"])
+def test_the_page_nearest_the_reserved_ones_moves_as_any_other(name: str, chain: str) -> None:
+    """A pool that takes all of the buffer."""
+    states = []
+    for kind in ("never", "batched"):
+        side = Side(kind, chain, PAGE, lazy=True, cap=8)
+        pool = side.pools[name]
+        tokens = [pool.alloc(PAGE) for _ in range(pool.available_size() // PAGE)]
+        assert not pool.available_size() and int(pool.physical_to_virtual[pool.min_page_index]) > 0
+        for token_ids in tokens[2:4]:
+            side.stamp(name, token_ids)
+            pool.free_segment(token_ids, start_pos=0)
+        side.stamp(name, torch.cat(tokens[4:]))
+        pool.flush_for_allocation()
+        assert not side.misplaced(name, torch.cat(tokens[4:]))
+        states.append(whole_state(pool))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+@pytest.mark.parametrize("page_size", [1, PAGE])
+def test_named_tokens_give_their_pages_back_in_the_order_of_the_others(page_size: int, lazy: bool) -> None:
+    """Some of them twice, where pages are told apart: with pages of one token and lazy compaction they are taken as they come."""
+    tells_apart = page_size > 1 or not lazy
+    states = []
+    for strategy, kind in (("device", NeverEnd), ("batched", MultiEndedAllocator)):
+        pool = two_ends(page_size=page_size, lazy=lazy, strategy=strategy, end_class=kind)[0]
+        tokens = pool.alloc(12 * page_size).flip(0)
+        if tells_apart:
+            tokens = torch.cat([tokens, tokens[: 3 * page_size]])
+        pool.free_named(tokens, tokens // page_size % 3 > 0)
+        assert strategy == "batched" or pool.blocking_reads == 0  # type: ignore[attr-defined]
+        states.append(whole_state(pool))
     assert states[0] == states[1]
 
 
