@@ -38,10 +38,13 @@ class DeviceFloatMultiEndedAllocator(LateFloat):
             dst_pages = torch.where(row < beyond, in_hole, dst_pages)
         staying = (1, live - count) if is_high else (count + 1, live)
         first, last = (torch.searchsorted(rank, self._numbers[ordinal]) + low for ordinal in staying)
-        places, new_low, new_last = self._read_back.read(
-            beyond, torch.minimum(first, dst_pages.amin()), torch.maximum(last, dst_pages.amax())
-        )[:3]
-        self._look_for_errors()
+        places, new_low, new_last, fault = self._read_back.read(
+            beyond,
+            torch.minimum(first, dst_pages.amin()),
+            torch.maximum(last, dst_pages.amax()),
+            self._errors.log[0],
+        )[:4]
+        self._require_none(fault)
         if count - places > self._gap_pages()[0 if is_high else 1]:
             return False
         self._move_pages(src_pages, dst_pages)
@@ -61,8 +64,8 @@ class DeviceFloatMultiEndedAllocator(LateFloat):
         live = self._live_pages()
         _, rank = self._ranks(self.holes.pages)
         src_pages = torch.searchsorted(rank, self._numbers_from_one(live)) + self._low
-        places = self._read_back.read_all(src_pages)
-        self._look_for_errors()
+        *places, fault = self._read_back.read_all(torch.cat([src_pages, self._errors.log[:1]]))
+        self._require_none(fault)
         moved = 0
         for begin, end in self._shift_in_parts(places, first):
             self._move_pages(src_pages[begin:end], self._numbers[first + begin : first + end])
@@ -70,10 +73,17 @@ class DeviceFloatMultiEndedAllocator(LateFloat):
         self._end_span_at(first, live)
         return moved
 
+    def _require_none(self, fault: int) -> None:
+        """Nothing moves in a frozen buffer: what was worked out there makes no sense. ``fault`` was read from the error log."""
+        self._look_for_errors()
+        if fault:
+            self._errors.look(wait=True)
+
     def _ranks(self, holes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of every page of the span whether it is live (bool ``[n]``), and how many are up to and with it (int64 ``[n]``)."""
         is_live = torch.ones(self._high - self._low, dtype=torch.bool, device=self.device)
-        is_live.index_fill_(0, holes - self._low, False)
+        # In a frozen buffer holes may be anything, and an index out of range ends a CUDA context.
+        is_live.index_fill_(0, (holes - self._low).clamp(0, self._high - self._low - 1), False)
         return is_live, torch.cumsum(is_live, 0)
 
     def _move_pages(self, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> None:

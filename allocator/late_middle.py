@@ -303,11 +303,13 @@ class LateFloat(LateIds, FloatMultiEndedAllocator):
 
     def make_room(self, *, side: Side, min_bytes: int) -> int:
         self._settle_chain()
-        return super().make_room(side=side, min_bytes=min_bytes)
+        with self._blaming_faults():
+            return super().make_room(side=side, min_bytes=min_bytes)
 
     def compact_holes(self, *, retreat_side: Side) -> int:
         self._settle()
-        return super().compact_holes(retreat_side=retreat_side)
+        with self._blaming_faults():
+            return super().compact_holes(retreat_side=retreat_side)
 
     def open_side_for(self, demand: Mapping[Band, int]) -> None:
         self._settle_chain()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allocator.errors import OutOfRoomError
+from allocator.errors import NotAllocatedError, OutOfRoomError
 from allocator.float_registers import SpanBounds
 from replayer.ledger import SyncLedger
 from tests.allocator.test_device_lockstep import Side
@@ -303,3 +303,21 @@ def test_bounds_go_on_from_what_has_arrived() -> None:
     made._poll()
     assert made._bounds == SpanBounds(low, low + 10, 3, 6)
     assert len(made.holes) == 4 and made.blocking_reads == 0
+
+
+@pytest.mark.parametrize("border", ["low", "high"])
+@pytest.mark.parametrize("pages", [0, 1, 8])  # none: all holes are closed; 8: as many as are taken to be live
+def test_room_in_a_frozen_buffer_ends_in_the_error_of_the_wrong_call(border: str, pages: int) -> None:
+    """What such a float takes for its holes may be anything, and must not be where it reads or writes."""
+    made = chain("never").pools["swa"]
+    first = int(made.min_page_index)
+    made.free_segment(torch.arange(PAGE) + (first + 4) * PAGE, start_pos=0)
+    made.free_segment(torch.arange(PAGE) + (made.num_virtual_ids - 1) * PAGE, start_pos=0)  # not live
+    before = made.virtual_to_physical.tolist()
+    with pytest.raises(NotAllocatedError) as raised:
+        if pages:
+            made.make_room(side=border, min_bytes=made._gap_bytes(border) + pages * made.entry_bytes_per_page)
+        else:
+            made.compact_holes(retreat_side=border)
+    assert raised.value.ids == [made.num_virtual_ids - 1]
+    assert made.virtual_to_physical.tolist() == before
