@@ -274,8 +274,8 @@ class DeviceReleasingBand(LateChecks):
         return self._distinct(ids), False
 
     def _pages_named(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The page of every token id, int64, in the order given."""
-        ids = token_ids.to(torch.int64)
+        """The page of every token id, int64 ``[n]``, in the order given."""
+        ids = token_ids.to(torch.int64).reshape(-1)
         return ids if self.page_size == 1 else torch.div(ids, self.page_size, rounding_mode="floor")
 
     def _distinct(self, pages: torch.Tensor) -> torch.Tensor:

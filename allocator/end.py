@@ -31,6 +31,10 @@ class MultiEndedAllocator(ReleasingBand):
         """The class that is made when this one is asked for with ``strategy``."""
         from allocator.device_end import DeviceMultiEndedAllocator
 
+        if strategy != DEVICE_STRATEGY and issubclass(cls, DeviceMultiEndedAllocator):
+            raise ConfigurationError(
+                f"{cls.__name__} plans its flushes on the device: its strategy is {DEVICE_STRATEGY!r}, not {strategy!r}"
+            )
         if strategy != DEVICE_STRATEGY or issubclass(cls, DeviceMultiEndedAllocator):
             return cls
         if cls is MultiEndedAllocator:

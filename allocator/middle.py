@@ -43,6 +43,10 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
     def _class_for(cls, strategy: str) -> type[MultiEndedAllocator]:
         from allocator.device_middle import DeviceFloatMultiEndedAllocator
 
+        if strategy != DEVICE_STRATEGY and issubclass(cls, DeviceFloatMultiEndedAllocator):
+            raise ConfigurationError(
+                f"{cls.__name__} plans on the device: its strategy is {DEVICE_STRATEGY!r}, not {strategy!r}"
+            )
         if strategy != DEVICE_STRATEGY or issubclass(cls, DeviceFloatMultiEndedAllocator):
             return cls
         if cls is FloatMultiEndedAllocator:

@@ -246,6 +246,15 @@ class Lockstep(RuleBasedStateMachine):
             for name in self.ends:
                 side.pools[name].disagg_move_gate = lambda side=side: side.gate_open
 
+    @precondition(lambda self: self.calls > 20)
+    @rule()
+    def clear(self) -> None:
+        """All pools, as an engine does that forgets its cache."""
+        for pool in self.names:
+            self.live[pool] = []
+            self.call(pool, "clear")
+        self.grouped = {}
+
     @precondition(lambda self: "swa" not in self.ends)
     @rule(side=st.sampled_from(["low", "high"]), nbytes=st.integers(1, 4000), pack=st.booleans())
     def room(self, side: str, nbytes: int, pack: bool) -> None:

@@ -21,6 +21,7 @@ from allocator.errors import (
     PageAlignmentError,
     UnknownStrategyError,
 )
+from tests.allocator.delayed import NeverEnd, NeverFloat
 from tests.allocator.pools import two_ends, whole_state
 
 pytestmark = pytest.mark.cpu
@@ -91,10 +92,18 @@ def test_a_repeat_at_page_size_one_is_found_and_undone() -> None:
     assert whole_state(full) == before
 
 
-def test_any_subset_of_a_page_frees_it_once() -> None:
-    full, _ = two_ends()
+@pytest.mark.parametrize(
+    ("strategy", "end_class"),
+    [("batched", MultiEndedAllocator), ("device", MultiEndedAllocator), ("device", NeverEnd)],
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_any_subset_of_a_page_frees_it_once(
+    rows: int, strategy: str, end_class: type[MultiEndedAllocator]
+) -> None:
+    full, _ = two_ends(strategy=strategy, end_class=end_class)
     full.alloc(16)
-    full.free(ids(9, 8, 11, 15))
+    given = ids(9, 8, 11, 15)
+    full.free(given if rows == 1 else given.reshape(rows, -1))
     assert full.allocated_count() == 8
     assert full.free_virtual_ids is not None and full.free_virtual_ids.tolist()[-2:] == [2, 3]
 
@@ -176,6 +185,11 @@ def test_impossible_configurations() -> None:
 
     with pytest.raises(ConfigurationError, match="DeviceMultiEndedAllocator"):
         Derived(**common, is_id_owner=True, strategy="device")
+    # What it says of itself is what it does.
+    for planned_there in (NeverEnd, NeverFloat):
+        for given in ({"strategy": "batched"}, {}):
+            with pytest.raises(ConfigurationError, match="its strategy is 'device', not 'batched'"):
+                planned_there(**common, is_id_owner=True, **given)
 
 
 def test_ids_handed_out_are_not_views_of_the_free_list() -> None:
