@@ -217,7 +217,10 @@ class Lockstep(RuleBasedStateMachine):
                     assert late._byte_low_frontier() <= exact._byte_low_frontier(), (kind, name)
                     assert late._byte_high_frontier() >= exact._byte_high_frontier(), (kind, name)
                 assert late.available_size() <= exact.available_size(), (kind, name)
-                assert late.schedulable_available_size() <= exact.schedulable_available_size(), (kind, name)
+                # A float rounds its gap and what a flush would open one by one: less of the one and more of the other may be a page.
+                rounding = 0 if name in self.ends else self.size
+                schedulable = late.schedulable_available_size() - rounding
+                assert schedulable <= exact.schedulable_available_size(), (kind, name)
 
     @precondition(lambda self: self.lazy)
     @rule(data=st.data())
