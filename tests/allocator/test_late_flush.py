@@ -195,6 +195,23 @@ def test_neighbours_know_where_a_float_may_have_grown_to(way: str, wanted: int) 
     assert (low == exact_low) == (way == "up") and (high == exact_high) == (way == "down")
 
 
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_neighbours_know_where_a_float_may_have_begun_anew(way: str) -> None:
+    """As far as is known for certain it may be nowhere: then its next page is in the middle, which a neighbour has moved away meanwhile."""
+    frontiers = []
+    for kind in ("never", "batched"):
+        side = Side(kind, "a float between", PAGE, lazy=True, cap=8)
+        pool, neighbour = side.pools["swa"], side.pools["full" if way == "down" else "other"]
+        tokens = pool.alloc(3 * PAGE)
+        neighbour.alloc(neighbour.available_size())
+        pool.free(tokens.flip(0))
+        assert pool.alloc(PAGE) is not None
+        frontiers.append((pool._byte_low_frontier(), pool._byte_high_frontier()))
+        assert kind == "batched" or not pool._is_settled
+    (low, high), (exact_low, exact_high) = frontiers
+    assert low <= exact_low and high >= exact_high
+
+
 @pytest.mark.parametrize("below", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("wanted", [1, 3, 6])
 def test_a_float_grows_where_the_others_do(wanted: int, below: int) -> None:
