@@ -285,18 +285,13 @@ class Calls:
             self.machine.grant(name, self.machine.call(name, "alloc", 6 * self.machine.size))
 
     def run(self, steps: int) -> None:
-        calls = (
-            self.alloc,
-            self.free,
-            self.flush,
-            self.urgent,
-            self.forward,
-            self.done,
-            self.machine.promise,
-        )
+        weights = {
+            self.alloc: 4, self.free: 6, self.flush: 7, self.urgent: 2, self.forward: 3, self.done: 3, self.clear: 0.4,
+            self.machine.promise: 2,
+        }  # fmt: skip
         for _ in range(steps):
             self.name = self.random.choice([self.main] * 4 + self.machine.names)
-            self.random.choices(calls, weights=(4, 6, 7, 2, 3, 3, 2))[0]()
+            self.random.choices(list(weights), list(weights.values()))[0]()
         self.machine.teardown()
 
     def alloc(self) -> None:
@@ -334,6 +329,11 @@ class Calls:
             for kind, side in self.machine.sides.items():
                 side.pools[name].set_latest_forward_done_event(events[kind])
                 side.pools[name].set_inflight_forward(events[kind], writes)
+
+    def clear(self) -> None:
+        for name in self.machine.names:
+            self.machine.live[name] = []
+            self.machine.call(name, "clear")
 
     def done(self) -> None:
         if self.machine.events:
