@@ -226,6 +226,9 @@ class LateFlush(DeferringBand):
         grows_up = self.grow_direction == "up"
         window = min(registers.holes.shape[0], self._allocated_pages())
         count, mark = registers.count, registers.mark
+        if not window:
+            self._vacate_registers(mark)  # the band is empty: none of the pages named was one of this pool
+            return
         ascending = registers.sorted(numbers, padding=FAR if grows_up else -1)
         rows = min(self._live_pages_lazy, window)
         plan = self._flush_ops.plan(self._window(mark, window, count), ascending, rows)

@@ -270,6 +270,23 @@ def test_named_tokens_give_their_pages_back_in_the_order_of_the_others(page_size
     assert states[0] == states[1]
 
 
+@pytest.mark.parametrize("pool", [0, 1], ids=["down", "up"])
+@pytest.mark.parametrize("page_size", [1, PAGE])
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
+def test_nothing_is_freed_of_a_pool_that_holds_nothing(lazy: bool, page_size: int, pool: int) -> None:
+    """The requests that a composite frees have all left the window, and so have the others."""
+    states = []
+    for strategy, kind in (("device", NeverEnd), ("batched", MultiEndedAllocator)):
+        made = two_ends(page_size=page_size, lazy=lazy, strategy=strategy, end_class=kind)[pool]
+        for _ in range(2):
+            made.free_named(torch.arange(4, 9) * page_size, torch.zeros(5, dtype=torch.bool))
+            made.flush_for_allocation()
+        assert strategy == "batched" or made.blocking_reads == 0  # type: ignore[attr-defined]
+        made.alloc_with_virtual(torch.tensor([5, 6, 7]))
+        states.append(whole_state(made))
+    assert states[0] == states[1]
+
+
 class Calls:
     """A program of few kinds of calls, so that flushes meet what the flush before them has left open, on all kinds of allocators."""
 
