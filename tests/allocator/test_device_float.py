@@ -321,3 +321,27 @@ def test_room_in_a_frozen_buffer_ends_in_the_error_of_the_wrong_call(border: str
             made.compact_holes(retreat_side=border)
     assert raised.value.ids == [made.num_virtual_ids - 1]
     assert made.virtual_to_physical.tolist() == before
+
+
+@pytest.mark.parametrize("emptied", [False, True], ids=["somewhere", "perhaps nowhere"])
+@pytest.mark.parametrize("late", ["full", "other"])
+def test_where_a_float_grows_is_not_asked_of_the_device_while_a_neighbour_is_late(
+    late: str, emptied: bool
+) -> None:
+    placed = []
+    for kind in ("never", "batched"):
+        side = chain(kind)
+        made, neighbour = side.pools["swa"], side.pools[late]
+        first = int(neighbour.min_page_index)
+        neighbour.free(pages_of(side, first, first + 1))
+        own = int(made.min_page_index)
+        made.free(pages_of(side, *range(own, own + (10 if emptied else 3))))
+        with SyncLedger("cpu") as ledger:
+            for pool in side.pools.values() if kind == "never" else ():
+                ledger.host(*pool.pinned_host_tensors, pinned=True)
+            with ledger.call("alloc", audit=True) as record:
+                tokens = made.alloc(4 * PAGE)
+        assert kind == "batched" or (record.total, ledger.disagreements) == (0, [])
+        assert kind == "batched" or not (made._is_settled or neighbour._is_settled)
+        placed.append(made.translate_kv_loc(tokens).tolist())
+    assert placed[0] == placed[1]

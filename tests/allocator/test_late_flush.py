@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from allocator import MultiEndedAllocator
-from allocator.errors import NotAllocatedError
+from allocator.errors import MoveGateClosedError, NotAllocatedError
 from allocator.read_back import SLOTS
 from tests.allocator.delayed import NeverEnd
 from tests.allocator.pools import two_ends, whole_state
@@ -283,6 +283,20 @@ def test_nothing_is_freed_of_a_pool_that_holds_nothing(lazy: bool, page_size: in
             made.flush_for_allocation()
         assert strategy == "batched" or made.blocking_reads == 0  # type: ignore[attr-defined]
         made.alloc_with_virtual(torch.tensor([5, 6, 7]))
+        states.append(whole_state(made))
+    assert states[0] == states[1]
+
+
+def test_a_free_by_name_that_may_not_move_anything_is_refused_unless_it_frees_nothing() -> None:
+    """Eager compaction, and a place that is reserved for a load from the host."""
+    states = []
+    for strategy, kind in (("device", NeverEnd), ("batched", MultiEndedAllocator)):
+        made = two_ends(page_size=PAGE, lazy=False, strategy=strategy, end_class=kind)[1]
+        tokens = made.alloc(4 * PAGE)
+        assert made.alloc_physical(PAGE) is not None
+        made.free_named(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+        with pytest.raises(MoveGateClosedError):
+            made.free_named(tokens, tokens < 2 * PAGE)
         states.append(whole_state(made))
     assert states[0] == states[1]
 
