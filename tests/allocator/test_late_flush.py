@@ -92,6 +92,22 @@ def test_pages_that_wait_come_back_before_it_is_known_how_many_they_are(pool: in
     assert pair.waits == 0 and pair.same()
 
 
+@pytest.mark.parametrize("pool", [0, 1], ids=["down", "up"])
+def test_pages_that_a_flush_vacates_are_handed_out_from_the_far_end_too(pool: int) -> None:
+    """Nothing reads them any more, so they are holes at once, nearest the watermark first, behind a list that was sorted before."""
+    pair = Pair()
+    call, first = (pair.swa, 1) if pool else (pair.full, 2)
+    if not pool:
+        for _ in range(18):
+            pair.full("alloc", PAGE)
+    call("free_segment", pages(first + 2, first + 7, first + 4), start_pos=0)
+    call("alloc", PAGE)
+    assert pair.plain[pool].holes.is_sorted
+    call("flush_opportunistic")
+    call("alloc", PAGE)
+    assert pair.waits == 0 and pair.same()
+
+
 def test_ids_that_were_freed_by_more_tokens_than_there_are_ids() -> None:
     """A row for each token named is kept until it is known how many pages they were."""
     late, plain = (
