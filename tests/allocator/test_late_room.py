@@ -101,6 +101,24 @@ def test_the_device_finds_out_whether_the_neighbour_has_to_be_packed(freed: tupl
     assert not plain_swa._pending and pair.same()
 
 
+@pytest.mark.parametrize("is_settled", [True, False], ids=["settled", "late itself"])
+def test_a_pool_that_grows_up_need_not_wait_for_the_one_above_it_either(is_settled: bool) -> None:
+    pair = Pair()
+    for _ in range(20):
+        pair.full("alloc", PAGE)
+    pair.full("free_segment", pages(2, 3, 5, 6), start_pos=0)
+    pair.forward()
+    pair.full("flush_opportunistic")
+    if not is_settled:
+        free_swa_pages(pair, 4)
+        pair.swa("flush_opportunistic")
+    # What waits comes back, and two pages of ``full`` are one here.
+    most = pair.plain[1].available_size() + len(pair.plain[0]._pending) // 2 * PAGE
+    assert pair.late[1].available_size() < most
+    assert pair.swa("alloc", most) is not None
+    assert pair.waits == 0 and pair.same()
+
+
 def test_a_request_that_may_have_to_be_refused_waits() -> None:
     pair = Pair()
     free_swa_pages(pair, 2, 3)
