@@ -127,3 +127,18 @@ def test_a_second_free_of_one_page_is_refused_by_its_number(strategy: str) -> No
             made.free(tokens[1:2])
         assert refused.value.ids == pages_of(made, tokens[:1])
         assert composite_state(made) == before
+
+
+@every_window
+def test_nothing_is_freed_by_no_ids(layout: str) -> None:
+    made = make(layout)
+    lay(made, 8)
+    before = composite_state(made)
+    for nothing in (None, ids()):
+        made.free(nothing)
+        made.free_swa(nothing)
+        made.free_full(nothing)
+        made.free_segment(nothing, start_pos=0)
+        made.free_swa_segment(nothing, start_pos=0)
+        made.free_full_segment(nothing, start_pos=0)
+    assert composite_state(made) == before
