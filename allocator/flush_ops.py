@@ -1,6 +1,6 @@
-"""The device work of a flush whose numbers come later: plan, and move. `TorchFlush` does it in torch operations, anywhere, and is the
-reference; `allocator.kernels.flush.TritonFlush` does the same in Triton kernels, on CUDA. Nothing here asks the device anything, and
-how much is launched depends only on lengths that the host knows.
+"""The device work of a flush whose numbers come later: plan (an urgent one, or one that is not), and move. `TorchFlush` does it in torch
+operations, anywhere, and is the reference; `allocator.kernels.flush.TritonFlush` does the same in Triton kernels, on CUDA. Nothing here
+asks the device anything, and how much is launched depends only on lengths that the host knows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from allocator.device_plan import live_places, window_pages
+from allocator.device_plan import count_moves, first_blocked, live_places, unfilled_and_vacated, window_pages
 from allocator.error_log import ErrorLog, Fault
 from allocator.errors import ConfigurationError
 from allocator.tables import PageTables
@@ -54,6 +54,41 @@ class PackPlan:
     is_wrong: torch.Tensor | None = None
     log: torch.Tensor | None = None
     ok: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Holes:
+    """The holes of a flush that is not urgent.
+
+    Attributes:
+        ascending: int64 ``[n]``, not empty: the holes, then rows that hold anything larger.
+        count: how many holes there are, int64 ``[]`` on the device.
+    """
+
+    ascending: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What a flush that is not urgent does, and the state after it. In a frozen pool, where nothing moves, it does not matter.
+
+    Attributes:
+        src_pages, dst_pages: int64 ``[rows]`` each; what is past the first ``moves`` does not matter.
+        moves, touching: pages that move, and holes given back because they touch the watermark; int64 ``[]``.
+        holes: int64, as long as the list was: the holes that are left, ascending, the pages that the moves vacate, and anything.
+        unfilled, free: how many of ``holes`` are holes without the vacated pages, and with them; int64 ``[]``.
+        mark: the watermark, int64 ``[]``.
+    """
+
+    src_pages: torch.Tensor
+    dst_pages: torch.Tensor
+    moves: torch.Tensor
+    touching: torch.Tensor
+    holes: torch.Tensor
+    unfilled: torch.Tensor
+    free: torch.Tensor
+    mark: torch.Tensor
 
 
 class TorchFlush:
@@ -101,6 +136,65 @@ class TorchFlush:
             src_pages = pages[sources.places(self._numbers[1 : rows + 1]).clamp(max=window.size - 1)]
         is_wrong = self._is_contradiction(is_beyond, sources.count)
         return PackPlan(src_pages, farthest, sources.count, is_wrong=is_wrong)
+
+    def plan_in_part(
+        self,
+        window: Window,
+        holes: Holes,
+        rows: int,
+        written: torch.Tensor | None = None,
+        is_void: torch.Tensor | None = None,
+    ) -> PartPlan:
+        """Give back the holes that touch the watermark, and match the window's live pages, nearest it first, with the holes, farthest from
+        it first, until they meet.
+
+        Args:
+            window: with ``mark`` on the device, and without ``extent``.
+            rows: how many moves there can be, at most as many as rows of holes.
+            written: virtual token ids that the running forward has yet to write: the first of their pages and those behind it stay.
+            is_void: bool ``[]``, whether there are no such ids after all; None if there are.
+        """
+        mark, grows_up, numbers = window.mark, window.grows_up, self._numbers
+        assert isinstance(mark, torch.Tensor) and window.extent is None
+        ascending, count, capacity = holes.ascending, holes.count, holes.ascending.shape[0]
+
+        def place_of(pages: torch.Tensor) -> torch.Tensor:
+            return (mark - 1) - pages if grows_up else pages - (mark + 1)
+
+        row = numbers[:capacity]
+        is_hole = row < count
+        descending = ascending[(count - 1 - row).clamp(0, capacity - 1)]
+        nearest = descending if grows_up else ascending
+        farthest = (ascending if grows_up else descending)[:rows]
+        touching = torch.count_nonzero(is_hole & (place_of(nearest) == row))
+        moves, src_pages = torch.zeros_like(count), numbers[:0]
+        if rows:
+            pages = window_pages(
+                numbers[: window.size], mark, grows_up=grows_up, low=window.low, high=window.high
+            )
+            owners = torch.take(self._tables.physical_to_virtual, pages)
+            at = live_places(owners).places(numbers[1 : rows + 1])
+            targets = torch.where(is_hole[:rows], place_of(farthest), -1)
+            moves = count_moves(at, targets, self._blocked_from(written, is_void, mark, window))
+            src_pages = pages[at.clamp(max=window.size - 1)]
+        left = unfilled_and_vacated(
+            ascending, count, src_pages, numbers, touching=touching, moves=moves, grows_up=grows_up
+        )
+        free = count - touching
+        after = mark - touching if grows_up else mark + touching
+        return PartPlan(src_pages, farthest, moves, touching, left, free - moves, free, after)
+
+    def _blocked_from(
+        self, written: torch.Tensor | None, is_void: torch.Tensor | None, mark: torch.Tensor, window: Window
+    ) -> torch.Tensor | int:
+        """The first place of the window that the running forward will write, else the window's size."""
+        if written is None:
+            return window.size
+        pages = written.to(torch.int64)
+        if self._page_size > 1:
+            pages = torch.div(pages, self._page_size, rounding_mode="floor")
+        blocked = first_blocked(self._tables.physical_of(pages), mark, window.grows_up, window.size)
+        return blocked if is_void is None else torch.where(is_void, window.size, blocked)
 
     def note(self, plan: PackPlan) -> None:
         """Write down a contradiction that planning found; it freezes the pool before anything moves."""
@@ -158,6 +252,8 @@ class TorchFlush:
             ):
                 plan = self.plan(window, holes, size)
                 self.move(number(0), plan.src_pages, plan.dst_pages)
+            no_holes = Holes(torch.full_like(holes, FAR), number(0))
+            self.plan_in_part(Window(number(mark), size, None, grows_up, low, high), no_holes, size)
 
     def _first(
         self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 
 from allocator.deferring import DeferringBand
-from allocator.device_plan import count_moves, first_blocked, live_places, unfilled_and_vacated, window_pages
-from allocator.flush_ops import PackPlan, TorchFlush, Window, flush_ops_class
+from allocator.device_plan import live_places
+from allocator.flush_ops import Holes, PackPlan, TorchFlush, Window, flush_ops_class
 from allocator.forwards import ForwardDoneEvent
 from allocator.read_back import LateCount, Ticket
 from allocator.unsettled import FAR, Flushed, Packed, PendingBatch
@@ -148,64 +148,32 @@ class LateFlush(DeferringBand):
         ):
             return 0
         self._unsettle()
-        registers, numbers = self._registers, self._numbers
-        grows_up = self.grow_direction == "up"
+        registers = self._registers
         most_holes = min(registers.holes.shape[0], self.num_pages)
         window = min(most_holes + len(self._pending), band)
         if not window or not most_holes:
             return 0
-        count, mark = registers.count, registers.mark
-        row = numbers[:most_holes]
-        is_hole = row < count
         # Valid ones first in both orders.
-        ascending = registers.sorted(numbers, padding=FAR)[:most_holes]
-        descending = ascending[(count - 1 - row).clamp(0, most_holes - 1)]
-        nearest = descending if grows_up else ascending
-        farthest = ascending if grows_up else descending
-        touching = torch.count_nonzero(is_hole & (self._place_of(nearest, mark) == row))
+        ascending = registers.sorted(self._numbers, padding=FAR)[:most_holes]
         rows = min(most_holes, self._lazy_max_moves_per_call, live)
-        pages = window_pages(
-            numbers[:window], mark, grows_up=grows_up, low=self.min_page_index, high=self.num_pages
+        plan = self._flush_ops.plan_in_part(
+            self._window(registers.mark, window), Holes(ascending, registers.count), rows, written, is_void
         )
-        owners = torch.take(self.physical_to_virtual, pages)
-        moves = torch.zeros_like(count)
-        src_pages = numbers[:0]
+        ticket = self._read_back.post(plan.touching, plan.moves)
+        reader, batch = None, None
         if rows:
-            at = live_places(owners).places(self._numbers_from_one(rows))
-            targets = torch.where(is_hole[:rows], self._place_of(farthest[:rows], mark), -1)
-            moves = count_moves(at, targets, self._blocked_from(written, is_void, mark, window))
-        ticket = self._read_back.post(touching, moves)
-        if rows:
-            src_pages = self._flush_ops.move(moves, pages[at.clamp(max=window - 1)], farthest[:rows])
-        reader = self._forward.latest_unfinished() if rows else None
-        batch = None if reader is None else PendingBatch(src_pages, moves, rows, None)
-        registers.holes = unfilled_and_vacated(
-            ascending, count, src_pages, numbers, touching=touching, moves=moves, grows_up=grows_up
-        )
-        left = count - touching
-        registers.count = left if batch is None else left - moves
-        registers.mark = mark - touching if grows_up else mark + touching
+            src_pages = self._flush_ops.move(plan.moves, plan.src_pages, plan.dst_pages)
+            reader = self._forward.latest_unfinished()
+            batch = None if reader is None else PendingBatch(src_pages, plan.moves, rows, None)
+        registers.holes = plan.holes
+        registers.count = plan.free if batch is None else plan.unfilled
+        registers.mark = plan.mark
         registers.ascending = batch is not None or not rows
         self._note(Flushed(batch, ticket))
         if reader is not None and batch is not None:
             self._hold_back(reader, batch)
         self._note_idle(is_capped=rows == self._lazy_max_moves_per_call, holds_back=batch is not None)
         return self._later(ticket, 1)
-
-    def _place_of(self, pages: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
-        return (mark - 1) - pages if self.grow_direction == "up" else pages - (mark + 1)
-
-    def _blocked_from(
-        self, written: torch.Tensor | None, is_void: torch.Tensor | None, mark: torch.Tensor, window: int
-    ) -> torch.Tensor | int:
-        """The first place of the window that the running forward will write, else the window's size."""
-        if written is None:
-            return window
-        virtual_pages = self._pages_named(written)
-        blocked = first_blocked(
-            self._tables.physical_of(virtual_pages), mark, self.grow_direction == "up", window
-        )
-        return blocked if is_void is None else torch.where(is_void, window, blocked)
 
     def _compact_late(self, freed: torch.Tensor) -> None:
         """Eager mode: ``freed`` (int64 ``[n]``, ascending) are filled by the pages next to the watermark, which keep their order."""
