@@ -1,5 +1,5 @@
-"""`TritonFlush`: `TorchFlush` in Triton kernels. An urgent flush is two launches, or three where its window has more than `plan.BLOCK`
-places."""
+"""`TritonFlush`: `TorchFlush` in Triton kernels. A flush is two launches; where its window has more than `plan.BLOCK` places, an urgent one
+is three and any other four."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from allocator.error_log import Fault
 from allocator.errors import ConfigurationError
-from allocator.flush_ops import PackPlan, TorchFlush, Window
-from allocator.kernels import move, plan
+from allocator.flush_ops import Holes, PackPlan, PartPlan, TorchFlush, Window
+from allocator.kernels import move, part_plan, plan
 from allocator.kv_store import UnifiedPagePool
 
 #: Programs of a move for each multiprocessor: several, so that some copy while others wait for memory.
@@ -40,6 +40,8 @@ class TritonFlush(TorchFlush):
             self._most_programs = processors * PROGRAMS_PER_PROCESSOR
         self._words = _words_of(self._kvcache)
         self._chunk = move.chunk_for(0 if self._words is None else self._words.shape[1])
+        #: False, where a kernel wants to be told something that nobody doubts.
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
 
     @property
     def window_sizes(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -83,6 +85,48 @@ class TritonFlush(TorchFlush):
             plan.count_blocks[(num_blocks,)](**given, **where, **blocks)
             plan.match_blocks[(num_blocks,)](**given, **where, **blocks, **outcome, SUMS=plan.SUMS)
         return PackPlan(src_pages, dst_pages, moves, log=log, ok=ok)
+
+    def plan_in_part(
+        self,
+        window: Window,
+        holes: Holes,
+        rows: int,
+        written: torch.Tensor | None = None,
+        is_void: torch.Tensor | None = None,
+    ) -> PartPlan:
+        assert isinstance(window.mark, torch.Tensor) and window.extent is None
+        inverse, num_holes = self._tables.physical_to_virtual, holes.ascending.shape[0]
+        num_blocks = -(-max(window.size, num_holes) // self.block)
+        made = torch.empty(
+            2 * rows + num_holes + 5 + 4 * num_blocks, dtype=torch.int64, device=inverse.device
+        )
+        src_pages, dst_pages, left, numbers, partial = made.split([rows, rows, num_holes, 5, 4 * num_blocks])
+        # Without ids, any tensor that there is.
+        tokens = inverse if written is None else written.to(torch.int64).contiguous()
+        where = {"mark": window.mark, "GROWS_UP": window.grows_up, "BLOCK": self.block}
+        given = {"holes": holes.ascending, "num_holes": num_holes, "count": holes.count}
+        band = {"inverse": inverse, "window": window.size, "low": window.low, "high": window.high}
+        forward = {
+            "physical": self._tables.virtual_to_physical,
+            "num_virtual_pages": self._tables.num_virtual_ids,
+            "written": tokens,
+            "num_written": 0 if written is None else tokens.numel(),
+            "is_void": (self._never if is_void is None else is_void).view(torch.uint8),
+            "page_size": self._page_size,
+        }
+        moves = {"rows": rows, "src_pages": src_pages, "dst_pages": dst_pages}
+        after = {"left_holes": left, "numbers": numbers}
+        if window.size <= self.block:
+            part_plan.plan_part_one_block[(1,)](**given, **where, **band, **forward, **moves, **after)
+        else:
+            blocks = {"partial": partial, "num_blocks": num_blocks}
+            sums = {"SUMS": plan.SUMS}
+            grid = (num_blocks,)
+            part_plan.count_part_blocks[grid](**given, **where, **band, **forward, **blocks)
+            part_plan.match_part_blocks[grid](**given, **where, **band, **blocks, **moves, **sums)
+            part_plan.list_part_blocks[grid](**given, **where, **blocks, src_pages=src_pages, **after, **sums)
+        num_moves, touching, unfilled, free, mark = numbers.unbind()
+        return PartPlan(src_pages, dst_pages, num_moves, touching, left, unfilled, free, mark)
 
     def move(self, moves: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor) -> torch.Tensor:
         if self._words is None:

@@ -16,6 +16,8 @@ CAPABILITIES = (80, 90)
 PAGES = {"16-byte": ("*i64", 27648 * 64 // 8), "small 16-byte": ("*i64", 64), "8-byte": ("*i64", 3457), "4-byte": ("*i32", 1001),
          "1-byte": ("*u8", 21), "tables only": ("*i64", 0)}  # fmt: skip
 
+PART_KERNELS = ("plan_part_one_block", "count_part_blocks", "match_part_blocks", "list_part_blocks")
+
 
 def main() -> None:
     warnings.simplefilter(
@@ -25,12 +27,12 @@ def main() -> None:
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
 
-    from allocator.kernels import move, plan
+    from allocator.kernels import move, part_plan, plan
 
     def accesses(
         kernel: Any, constants: dict[str, Any], pointers: dict[str, str], capability: int, warps: int
     ) -> list[str]:
-        types = {"new_ok": "*u8", "ok": "*u8", **pointers}
+        types = {"new_ok": "*u8", "ok": "*u8", "is_void": "*u8", **pointers}
         numbers = (
             "num_holes",
             "mark",
@@ -42,6 +44,9 @@ def main() -> None:
             "call",
             "fault",
             "num_blocks",
+            "num_virtual_pages",
+            "num_written",
+            "page_size",
         )
         signature, given, alignment = {}, {}, {}
         for at, name in enumerate(parameter.name for parameter in kernel.params):
@@ -67,6 +72,11 @@ def main() -> None:
                     found.setdefault(kernel.__name__, {})[variant] = accesses(
                         kernel, constants, pointers, capability, 4
                     )
+            for name in PART_KERNELS:
+                constants = {"GROWS_UP": grows_up, "BLOCK": plan.BLOCK, "SUMS": plan.SUMS}
+                found.setdefault(name, {})[f"sm_{capability}, {'up' if grows_up else 'down'}"] = accesses(
+                    getattr(part_plan, name), constants, {"mark": "*i64"}, capability, 4
+                )
         for name, (word, page_words) in PAGES.items():
             chunk = move.chunk_for(page_words)
             constants = {"PAGE_WORDS": page_words, "CHUNK": chunk, "ROWS": move.ROWS}

@@ -23,12 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from allocator.errors import ConfigurationError  # noqa: E402
 from allocator.flush_ops import FLUSH_OPS_ENV, TorchFlush, flush_ops_class  # noqa: E402
-from allocator.kernels import flush, move, plan  # noqa: E402
+from allocator.kernels import flush, move, part_plan, plan  # noqa: E402
 from allocator.kernels.flush import TritonFlush  # noqa: E402
 from allocator.tables import PageTables  # noqa: E402
 from allocator.unsettled import FAR  # noqa: E402
 from tests.kernels.bands import Band, Pool, expect_same, named_bands  # noqa: E402
+from tests.kernels.compiled import PART_KERNELS  # noqa: E402
 from tests.kernels.mutants import MUTANTS, attribute_of, planted  # noqa: E402
+from tests.kernels.part_bands import PartBand, expect_same_in_part  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -215,6 +217,7 @@ def test_prewarming_launches_all_that_a_flush_does_and_changes_nothing(
 
     for module, names in (
         (plan, ("plan_one_block", "count_blocks", "match_blocks")),
+        (part_plan, PART_KERNELS),
         (move, ("move_pages",)),
     ):
         for name in names:
@@ -234,6 +237,11 @@ def test_prewarming_launches_all_that_a_flush_does_and_changes_nothing(
             assert other.flush()["moves"]
             launched |= variants()
     assert len(launched) == 7 and launched <= warm
+    for places in ("L..L-", "L.." * 5):
+        for more in ({}, {"written": (0,), "is_void": True}):
+            expect_same_in_part(PartBand(places, grows_up, padding=9, **more), TritonFlush, block=8)
+            launched |= variants()
+    assert len(launched) == 11 and launched == warm
 
 
 class Running(Recorder):
@@ -261,6 +269,7 @@ def test_kernels_compile_for_a_gpu_and_move_16_bytes_at_once(tmp_path: Path) -> 
     found = json.loads(done.stdout)
     assert {kernel: len(variants) for kernel, variants in found.items()} == {
         "plan_one_block": 8, "count_blocks": 8, "match_blocks": 8, "move_pages": 12,
+        "plan_part_one_block": 4, "count_part_blocks": 4, "match_part_blocks": 4, "list_part_blocks": 4,
     }  # fmt: skip
     for variant, accesses in found["move_pages"].items():
         wide = {"ld.global.v2.b64", "st.global.v2.b64"}

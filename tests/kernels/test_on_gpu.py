@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from allocator.flush_ops import flush_ops_class  # noqa: E402
 from allocator.unsettled import FAR  # noqa: E402
 from tests.kernels.bands import Band, Pool, expect_same, named_bands  # noqa: E402
+from tests.kernels.part_bands import PartBand, expect_same_in_part, named_part_bands  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +38,26 @@ def test_windows_of_many_blocks(grows_up: bool, entry_bytes: int) -> None:
     holds = torch.rand(9000, generator=torch.Generator().manual_seed(1)) < 0.4
     band = Band(tuple(holds.tolist()), grows_up, page_size=4, entry_bytes=entry_bytes)
     assert expect_same(band, TritonFlush, "cuda")["moves"] > 1024
+
+
+@pytest.mark.parametrize("name", named_part_bands())
+def test_named_bands_in_part(name: str) -> None:
+    from allocator.kernels.flush import TritonFlush
+
+    expect_same_in_part(named_part_bands()[name], TritonFlush, "cuda")
+    expect_same_in_part(named_part_bands()[name], TritonFlush, "cuda", block=16)
+
+
+@pytest.mark.parametrize("grows_up", [True, False])
+@pytest.mark.parametrize("writes", [False, True])
+def test_windows_of_many_blocks_in_part(grows_up: bool, writes: bool) -> None:
+    from allocator.kernels.flush import TritonFlush
+
+    draws = torch.rand(9000, generator=torch.Generator().manual_seed(2)).tolist()
+    places = "....." + "".join("L.-"[(draw > 0.4) + (draw > 0.97)] for draw in draws)
+    written = [x for x, place in enumerate(places) if place == "L" and x > 3000] if writes else None
+    band = PartBand(places, grows_up, page_size=4, written=written and tuple(reversed(written)), padding=100)
+    assert expect_same_in_part(band, TritonFlush, "cuda")["moves"] > 1024
 
 
 @pytest.mark.parametrize("grows_up", [True, False])
