@@ -6,7 +6,6 @@ from tests.kernels.interpreter import require_interpreter
 
 require_interpreter()
 
-from collections import Counter  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
@@ -25,6 +24,7 @@ from tests.kernels.part_bands import (  # noqa: E402
     expect_same_in_part,
     named_part_bands,
 )
+from tests.kernels.test_kernels import OnlyMemory, Recorder  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -111,19 +111,22 @@ def test_numbers_of_a_frozen_pool_that_may_be_anything_lead_nowhere(
 
 
 @pytest.mark.parametrize(("places", "launches"), [("L." * 32, 1), ("L." * 32 + ".", 3)])
-def test_how_many_launches_a_plan_is(places: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: Counter[str] = Counter()
-
-    class Counted:
-        def __init__(self, kernel: Any) -> None:
-            self._kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            launched[self._kernel.__name__] += 1
-            return self._kernel[grid]
-
-    for name in PART_KERNELS:
-        monkeypatch.setattr(part_plan, name, Counted(getattr(part_plan, name)))
+def test_a_plan_is_launches_and_nothing_else(
+    places: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[Any, Any, dict[str, Any]]] = []
     # With a list of holes that is longer than a block either way.
-    expect_same_in_part(PartBand(places, padding=70), TritonFlush, block=64)
-    assert launched.total() == len(launched) == launches
+    band = PartBand(places, padding=70, written=(20,), is_void=False)
+    made = band.pool(TritonFlush, "cpu", block=64)
+    window, holes, rows, written, is_void = band.arguments(made)
+    assert written is not None
+    tokens = written.contiguous()
+    with monkeypatch.context() as patch:
+        for name in PART_KERNELS:
+            patch.setattr(part_plan, name, Recorder(getattr(part_plan, name), launched))
+        with OnlyMemory():
+            plan = made.ops.plan_in_part(window, holes, rows, tokens, is_void)
+    assert len(launched) == launches
+    for kernel, grid, arguments in launched:
+        kernel[grid](**arguments)
+    assert plan.moves == 10 and plan.src_pages[:10].tolist() == list(range(made.mark - 1, made.mark - 20, -2))
