@@ -8,7 +8,7 @@ import torch
 
 from allocator.device_pending import DevicePendingReuse
 from allocator.float_registers import FloatRegisters
-from allocator.flush_ops import TorchFlush
+from allocator.flush_ops import TorchFlush, Window
 from allocator.forwards import ForwardDoneEvent
 from allocator.unsettled import Entry, Flushed, Journal, Numbers, PendingBatch, Registers, Released
 from tests.allocator.delayed import NeverEnd, NeverFloat
@@ -64,11 +64,17 @@ class LateFreesFirstTwice(NeverEnd):
         super()._release_late(virtual_pages, physical_pages, count + 1, least=least)
 
 
+class _NothingIsWritten(TorchFlush):
+    def _blocked_from(
+        self, written: torch.Tensor | None, is_void: torch.Tensor | None, mark: torch.Tensor, window: Window
+    ) -> torch.Tensor | int:
+        return window.size
+
+
 class LateIgnoresWrites(NeverEnd):
     """Numbers late: the write set stops no walk."""
 
-    def _blocked_from(self, written: Any, is_void: Any, mark: torch.Tensor, window: int) -> Any:
-        return window
+    flush_ops_class = _NothingIsWritten
 
 
 # -- registers of an END pool
