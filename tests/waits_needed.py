@@ -122,10 +122,12 @@ class WitnessEnd(ArrivingEnd):
         return sum(band.blocking_reads for band in self._chain())
 
     def _pages_left(self, state: State) -> int:
-        """What can be handed out in this state; more than anybody asks for if bands would overlap, for it is none then."""
-        gap = self._low_byte(state.band) - self._chain_high_frontier_below_bytes()
-        if gap < 0:
+        """What can be handed out in this state once the neighbour below is packed, as it is before a request is refused; more than anybody
+        asks for if bands would overlap, for it is none then."""
+        low_byte, below = self._low_byte(state.band), self._neighbour("low")
+        if low_byte < self._chain_high_frontier_below_bytes() or not isinstance(below, LateRoom):
             return self.num_pages
+        gap = low_byte - below._mark_of(below._live_pages_lazy) * below.entry_bytes_per_page
         room = self.num_pages - self.min_page_index - state.band
         return min(gap // self.entry_bytes_per_page, room) + state.holes
 
