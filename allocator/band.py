@@ -171,10 +171,18 @@ class Band(ABC):
 
     def available_size(self) -> int:
         """Tokens that can be handed out now, with no help from a neighbour."""
-        return self._available_tokens()
+        return self._certain_size()
 
     def schedulable_available_size(self) -> int:
         """Tokens that can be handed out after an urgent flush of the growth-side neighbour; what a scheduler plans with."""
+        return self._certain_schedulable_size()
+
+    def _certain_size(self) -> int:
+        """`available_size` as far as the host knows: at most what there is. For the allocators themselves, which go on from bounds."""
+        return self._available_tokens()
+
+    def _certain_schedulable_size(self) -> int:
+        """`schedulable_available_size`, likewise."""
         side: Side = "high" if self.grow_direction == "up" else "low"
         return self._available_tokens(self._drainable_hole_bytes(side))
 

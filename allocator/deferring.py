@@ -113,17 +113,19 @@ class DeferringBand(LateIds):
         return super().allocated_count()
 
     def _settle_live(self) -> None:
-        if self._journal is not None and not self._journal.live_is_known():
+        if not self._knows_live():
             self._settle()
 
-    def available_size(self) -> int:
-        """Tokens that can be handed out now, with no help from a neighbour. A lower bound while numbers of a flush are on their way."""
-        self._poll_chain()
-        return max(0, super().available_size())
+    def _knows_live(self) -> bool:
+        return self._journal is None or self._journal.live_is_known()
 
-    def schedulable_available_size(self) -> int:
+    def _certain_size(self) -> int:
         self._poll_chain()
-        return max(0, super().schedulable_available_size())
+        return max(0, super()._certain_size())
+
+    def _certain_schedulable_size(self) -> int:
+        self._poll_chain()
+        return max(0, super()._certain_schedulable_size())
 
     def _current_gap_bytes(self) -> int:
         """Less than nothing where bounds of this band and of the next one overlap, which the bands do not: as many of the holes that the
@@ -224,7 +226,7 @@ class DeferringBand(LateIds):
 
     def take_physical_pages(self, num_pages: int) -> torch.Tensor | None:
         self._version += 1
-        if not self._poll_chain() and num_pages * self.page_size > self.available_size():
+        if not self._poll_chain() and num_pages * self.page_size > self._certain_size():
             self._settle_chain()
         if self._read_back.immediate:
             return super().take_physical_pages(num_pages)

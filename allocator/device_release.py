@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -111,7 +112,7 @@ class DeviceReleasingBand(LateChecks):
 
     def _make_sure_of(self, num_pages: int) -> bool:
         self._look_for_errors()
-        if not self._poll_chain() and num_pages * self.page_size > self.available_size():
+        if not self._poll_chain() and num_pages * self.page_size > self._certain_size():
             # Capacity would be refused on bounds alone: the one time that is worth waiting for.
             self._settle_chain()
         return super()._make_sure_of(num_pages)
@@ -135,13 +136,18 @@ class DeviceReleasingBand(LateChecks):
 
     # -- alloc
 
-    def alloc_with_virtual(self, virtual_pages: torch.Tensor) -> None:
-        # Its caller has looked at sizes before, so that it need not be known here whether there is room.
+    @contextmanager
+    def promised(self) -> Iterator[None]:
         self._is_promised = True
         try:
-            super().alloc_with_virtual(virtual_pages)
+            yield
         finally:
             self._is_promised = False
+
+    def alloc_with_virtual(self, virtual_pages: torch.Tensor) -> None:
+        # Its caller has looked at sizes before.
+        with self.promised():
+            super().alloc_with_virtual(virtual_pages)
 
     def _note_broken_promise(self, lacks: torch.Tensor) -> None:
         """Write down that there was no room (``lacks``: bool ``[]``) for pages that had to be there."""

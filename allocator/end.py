@@ -271,19 +271,19 @@ class MultiEndedAllocator(ReleasingBand):
         """Whether ``num_pages`` can be handed out, after asking the neighbour for room if they cannot. The one shortfall ladder:
         flush the growth-side neighbour (never this pool: that trades one hole for one page of gap), then have a float move over."""
         need_size = num_pages * self.page_size
-        if need_size <= self.available_size():
+        if need_size <= self._certain_size():
             return True
         neighbour = self._growth_side_neighbor()
         if neighbour is None:
             return False
         neighbour.flush_for_allocation()  # type: ignore[attr-defined]
-        if need_size <= self.available_size():
+        if need_size <= self._certain_size():
             return True
         blocker = self._growth_side_neighbor()
         open_side_for = getattr(blocker, "open_side_for", None)
         if open_side_for is not None:
             open_side_for({self: num_pages})
-        return need_size <= self.available_size()
+        return need_size <= self._certain_size()
 
     def _take_and_bind(self, virtual_pages: torch.Tensor, num_pages: int) -> torch.Tensor | None:
         physical_pages = self.take_physical_pages(num_pages)

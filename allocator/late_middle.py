@@ -205,16 +205,15 @@ class LateFloat(LateIds, FloatMultiEndedAllocator):
 
     # -- sizes: lower bounds while numbers are on their way
 
-    def available_size(self) -> int:
-        """Tokens that can be handed out now. A lower bound while numbers are on their way."""
+    def _certain_size(self) -> int:
         self._poll_chain()
         if self._is_settled:
-            return super().available_size()
+            return super()._certain_size()
         return self._bounds.certain_pages(*self._certain_gaps()) * self.page_size
 
-    def schedulable_available_size(self) -> int:
+    def _certain_schedulable_size(self) -> int:
         self._settle()
-        return super().schedulable_available_size()
+        return super()._certain_schedulable_size()
 
     def _certain_gaps(self) -> tuple[int, int]:
         """Pages below and above the span's bound, up to the neighbours' bounds."""
@@ -227,7 +226,7 @@ class LateFloat(LateIds, FloatMultiEndedAllocator):
         if self._read_back.immediate:
             return super().take_physical_pages(num_pages)
         is_exact = self._poll_chain() or (self._is_settled and num_pages <= len(self.holes))
-        if not is_exact and num_pages * self.page_size > self.available_size():
+        if not is_exact and num_pages * self.page_size > self._certain_size():
             if self._is_promised:
                 self._note_broken_promise(self._lacks(num_pages))
             else:

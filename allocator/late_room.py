@@ -41,6 +41,9 @@ class LateRoom(LateFlush):
     def _make_sure_of(self, num_pages: int) -> bool:
         self._granted = 0
         if not self._read_back.immediate and not self._poll_chain():
+            if self._is_promised:
+                self._look_for_errors()
+                return True
             neighbour = self._packed_is_enough(num_pages)
             if neighbour is not None:
                 self._look_for_errors()
@@ -54,8 +57,7 @@ class LateRoom(LateFlush):
         """The neighbour on the growth side, if bounds do not promise the pages as everything lies, and do once it is packed."""
         neighbour = self._growth_side_neighbor()
         if (
-            num_pages * self.page_size <= self.available_size()
-            or self._poll_chain()  # pools whose sizes are exact whenever they are asked for have waited by now
+            num_pages * self.page_size <= self._certain_size()
             or not isinstance(neighbour, LateRoom)
             or not neighbour._drains_on_urgent_flush()
             or self._may_lack_ids(num_pages)
@@ -76,11 +78,10 @@ class LateRoom(LateFlush):
         registers = self._unsettle_registers()
         if self.grow_direction == "up":
             gap = self._low_frontier_above_on_device() - registers.mark * self.entry_bytes_per_page
-            room = self.num_pages - registers.mark
         else:
             own_low = (registers.mark + 1) * self.entry_bytes_per_page
             gap = own_low - self._high_frontier_below_on_device()
-            room = registers.mark + (1 - self.min_page_index)
+        room = self._index_room_on_device()
         by_bytes = torch.div(gap.clamp(min=0), self.entry_bytes_per_page, rounding_mode="floor")
         return torch.minimum(by_bytes, room) + registers.count < num_pages
 
@@ -93,13 +94,44 @@ class LateRoom(LateFlush):
             self._is_promised
             and not self._read_back.immediate
             and not self._poll_chain()
-            and num_pages * self.page_size > self.available_size()
+            and num_pages * self.page_size > self._certain_size()
         ):
             self._note_broken_promise(self._lacks(num_pages))
             return self._take_late(num_pages)
         return super().take_physical_pages(num_pages)
 
     # -- an urgent flush that happens or not
+
+    def pack_both_if_lacking(self, num_pages: int, other: LateRoom, num_other_pages: int) -> bool:
+        """Pack this pool and the one at the other end if the device finds that so many pages of the two cannot be taken together as
+        everything lies. Only where both may move their pages, and it is known that so many fit once they are packed.
+
+        Returns:
+            Whether that could be left to the device. If not nothing has happened: all is known, or ids may be lacking.
+        """
+        if self._read_back.immediate or self._poll_chain() or self._may_lack_ids(num_pages):
+            return False
+        self._look_for_errors()
+        lacks = self._lacks_together(num_pages, other, num_other_pages)
+        self._flush_if(lacks)
+        other._flush_if(lacks)
+        return True
+
+    def _lacks_together(self, num_pages: int, other: LateRoom, num_other_pages: int) -> torch.Tensor:
+        """Whether so many pages of both are more than can be taken as everything lies, out of the one gap between them: bool ``[]``."""
+        low, high = (self, other) if self.grow_direction == "up" else (other, self)
+        gap = high._byte_low_frontier_on_device() - low._byte_high_frontier_on_device()
+        lacks = torch.zeros((), dtype=torch.bool, device=self.device)
+        for pool, pages in ((self, num_pages), (other, num_other_pages)):
+            registers = pool._unsettle_registers()
+            beyond = (pages - registers.count).clamp(min=0)
+            lacks = lacks | (beyond > pool._index_room_on_device())
+            gap = gap - beyond * pool.entry_bytes_per_page
+        return lacks | (gap < 0)
+
+    def _index_room_on_device(self) -> torch.Tensor:
+        mark = self._unsettle_registers().mark
+        return self.num_pages - mark if self.grow_direction == "up" else mark + (1 - self.min_page_index)
 
     def _flush_if(self, condition: torch.Tensor) -> None:
         """`flush_for_allocation` if ``condition`` (bool ``[]``) holds; only of a pool that may move its pages."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -272,6 +273,19 @@ class MappedBand(Band):
     def _most_live_pages(self) -> int:
         """Live pages; an upper bound while numbers are on their way."""
         return self._live_pages_lazy if self.lazy_compaction else self._allocated_pages()
+
+    def promised(self) -> AbstractContextManager[None]:
+        """While pages are taken of which the caller knows that they are there: it need not be found out here. What is asked for then and is
+        not there is an error, at once or late."""
+        return nullcontext()
+
+    def _is_packed(self) -> bool:
+        """Whether there is for certain no hole, and nothing in pending reuse."""
+        return self._is_settled and not self._pending and not len(self.holes)
+
+    def _knows_live(self) -> bool:
+        """Whether `_most_live_pages` is exact, whatever else is on its way."""
+        return True
 
     def _byte_low_frontier(self) -> int:
         first = self.min_page_index if self.grow_direction == "up" else self.watermark_physical + 1

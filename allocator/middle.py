@@ -123,10 +123,10 @@ class FloatMultiEndedAllocator(MultiEndedAllocator):
         # One request grows one side only, so the gaps do not add up.
         return (min(max(gap_low, gap_high), self._index_room()) + self._hole_pages()) * self.page_size
 
-    def available_size(self) -> int:
+    def _certain_size(self) -> int:
         return self._available_in(*self._gap_pages())
 
-    def schedulable_available_size(self) -> int:
+    def _certain_schedulable_size(self) -> int:
         gap_low, gap_high = self._gap_pages()
         return self._available_in(
             gap_low + self._drainable_hole_bytes("low") // self.entry_bytes_per_page,

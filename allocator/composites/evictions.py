@@ -57,6 +57,11 @@ class Evicting:
     @abstractmethod
     def available_size(self) -> int: ...
 
+    @abstractmethod
+    def _has_room_for(self, num_tokens: int) -> bool:
+        """Whether `available_size` is ``num_tokens`` or more. Where sizes come late from the device, it is waited for only if what is known
+        for certain is less."""
+
     def evict_to_free_tokens(self, tree_cache: PrefixCache | None, num_tokens: int) -> bool | None:
         """Have the cache give up what an alloc of ``num_tokens`` is short of.
 
@@ -65,9 +70,8 @@ class Evicting:
         """
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return None
-        missing = num_tokens - self.available_size()
-        if missing > 0:
-            tree_cache.evict_for_alloc(EvictParams(num_tokens=missing))
+        if not self._has_room_for(num_tokens):
+            tree_cache.evict_for_alloc(EvictParams(num_tokens=num_tokens - self.available_size()))
         return None
 
     def check_decode_capacity(
@@ -80,5 +84,5 @@ class Evicting:
     ) -> bool:
         """Whether the next decode step, which takes ``num_tokens``, can be served, after the cache has given up what is missing. A
         scheduler that is told False preempts a request and asks again. ``requests`` and ``spec_algorithm`` are not looked at."""
-        self.evict_to_free_tokens(tree_cache, num_tokens)
-        return self.available_size() >= num_tokens
+        # Once it was made sure of there is nothing to ask: the device may have been left to find out how.
+        return self.evict_to_free_tokens(tree_cache, num_tokens) is True or self._has_room_for(num_tokens)

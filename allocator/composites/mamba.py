@@ -93,6 +93,12 @@ class UnifiedMambaTokenToKVPoolAllocator(StateDonor, Composite):
 
     full_available_size = available_size
 
+    def _has_room_for(self, num_tokens: int) -> bool:
+        return (
+            self.full_attn_allocator._certain_schedulable_size() >= num_tokens
+            or self.available_size() >= num_tokens
+        )
+
     def mamba_slot_full_token_cost(self) -> int:
         """Full tokens that one state takes the bytes of, rounded up."""
         return -(-self.mamba_allocator.entry_bytes_per_page // self.full_attn_allocator.entry_bytes)
@@ -131,6 +137,8 @@ class UnifiedMambaTokenToKVPoolAllocator(StateDonor, Composite):
     def prepare_mamba_allocation(self, target_size: int) -> None:
         """Make room for ``target_size`` states if that is possible; if it is not, nothing is flushed (sgl-project/sglang#34441)."""
         self.flush_deferred_full_frees()
+        if target_size <= self.mamba_allocator._certain_size():
+            return
         self._settle()
         if (
             self.mamba_allocator.available_size()

@@ -144,8 +144,10 @@ class UnifiedMambaSWATokenToKVPoolAllocator(PhasedReclaim, StateDonor):
     def prepare_mamba_allocation(self, target_size: int) -> None:
         """Make room for ``target_size`` states: pack the full pool, and have the float move away from the low end."""
         self.flush_deferred_full_frees()
+        if target_size <= self.mamba_allocator._certain_size():
+            return
         self._settle()
-        if target_size <= self.mamba_allocator.available_size():
+        if target_size <= self.mamba_allocator._certain_size():
             return
         self.full_attn_allocator.flush_for_allocation()
         self.mamba_allocator.make_sure_of(target_size)

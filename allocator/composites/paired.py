@@ -140,6 +140,11 @@ class UnifiedSWAAllocatorBase(WindowFrees):
     @abstractmethod
     def _compute_available_size(self) -> int: ...
 
+    def _has_room_for(self, num_tokens: int) -> bool:
+        pages = -(-num_tokens // self.page_size)
+        self._poll()
+        return pages <= 0 or self._fits_as_it_lies(pages, pages) or self.available_size() >= num_tokens
+
     @abstractmethod
     def ensure_capacity(self, full_tokens: int, swa_tokens: int) -> bool:
         """Whether so many tokens of both sides can be handed out together, after making room if they cannot yet. Moves nothing while a
@@ -298,7 +303,8 @@ class UnifiedSWAAllocatorBase(WindowFrees):
             return None
         virtual_pages = self._next_ids(num_pages)
         with all_or_nothing(virtual_pages, self.full_attn_allocator, self.swa_attn_allocator):
-            token_ids = alloc_full()
+            with self.full_attn_allocator.promised():
+                token_ids = alloc_full()
             if token_ids is not None and num_window_pages:
                 self.swa_attn_allocator.alloc_with_virtual(virtual_pages[num_pages - num_window_pages :])
         return token_ids

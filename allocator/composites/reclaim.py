@@ -122,16 +122,18 @@ class PhasedReclaim(FloatRoom):
         return f"{missing} of {swa_tokens} window tokens are not there" if missing > 0 else None
 
     def _is_ready(self, pages: int) -> bool:
+        """Whether so many of both sides can be taken as everything lies. What is certain is asked first, and then what is."""
+        self._poll()
+        if self._has_ids(pages) and self._fits_as_it_lies(pages, pages):
+            return True
         self._settle()
         return self._has_ids(pages) and self._fits_as_it_lies(pages, pages)
 
     def _would_fit(self, pages: int) -> bool:
         """Whether `ensure_capacity` is known to succeed. It may succeed all the same where this is False."""
-        self._settle()
-        return self._has_ids(pages) and (
-            self._fits_as_it_lies(pages, pages)
-            or self._fits_after_flush(pages)
-            or self._room_above_float(pages) is not None
+        return self._is_ready(pages) or (
+            self._has_ids(pages)
+            and (self._fits_after_flush(pages) or self._room_above_float(pages) is not None)
         )
 
     def _can_ever_fit(self, tree_cache: PrefixCache, pages: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from allocator.composites.reclaim import PlannedReclaim
 from allocator.end import MultiEndedAllocator
 from allocator.errors import ConfigurationError
+from allocator.late_room import LateRoom
 
 
 class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
@@ -90,6 +91,9 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
     def _fits_as_it_lies(self, full_pages: int, swa_pages: int) -> bool:
         return self._fits_page_demand(full_pages, swa_pages, compacted=False)
 
+    def _knows_live(self) -> bool:
+        return all(pool._knows_live() for pool in self._move_gate_targets())
+
     def _compaction_allowed(self) -> bool:
         return not any(pool.moves_blocked() for pool in self._move_gate_targets())
 
@@ -102,18 +106,32 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
         self._poll()
         if self._fits_as_it_lies(*pages):
             return True
-        # On bounds alone, where sizes come late, nothing is refused and nothing is flushed.
+        # On bounds alone, where sizes come late, nothing is flushed, and nothing is refused that might fit packed.
+        may_pack = self.lazy_compaction and self._compaction_allowed()
+        if may_pack and self._knows_live() and not self._fits_page_demand(*pages, compacted=True):
+            return False
+        if may_pack and self._packs_if_lacking(*pages):
+            return True
         self._settle()
         if self._fits_as_it_lies(*pages):
             return True
-        if not self.lazy_compaction or not self._compaction_allowed():
-            return False
-        if not self._fits_page_demand(*pages, compacted=True):
+        if not may_pack or not self._fits_page_demand(*pages, compacted=True):
             return False
         for pool in self._move_gate_targets():
             pool.flush_for_allocation()
         self._settle()
         return self._fits_as_it_lies(*pages)
+
+    def _packs_if_lacking(self, full_pages: int, swa_pages: int) -> bool:
+        """Whether it was left to the device to find out if the two sides have to be packed. They have room for the request then, one way or
+        the other."""
+        full, swa = self._move_gate_targets()
+        return (
+            isinstance(full, LateRoom)
+            and isinstance(swa, LateRoom)
+            and self._fits_page_demand(full_pages, swa_pages, compacted=True)
+            and full.pack_both_if_lacking(full_pages, swa, swa_pages)
+        )
 
     def _pages_for(self, tokens: float) -> int:
         return -(-math.ceil(tokens) // self.page_size)
@@ -134,7 +152,7 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
         evictable is not enough. The window side is spared first, with ``prefer_swa`` the full side."""
         if full_tokens < 0 or swa_tokens < 0:
             return None
-        self._settle()
+        self._poll()
         demand = self._pages_for(full_tokens), self._pages_for(swa_tokens)
         compacted = empty_pool or not self.lazy_compaction or self._compaction_allowed()
 
@@ -148,6 +166,12 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
             return 0, 0
         if empty_pool:
             return None
+        # On bounds alone, where sizes come late, nothing is refused and nothing is given up. With everything packed live pages are all
+        # that counts, and mostly the host knows how many there are.
+        if not (compacted and self._knows_live()):
+            self._settle()
+            if fits(0, 0):
+                return 0, 0
         full_most, swa_most = (
             min(pool.allocated_count(), max(0, int(evictable))) // self.page_size
             for pool, evictable in (
@@ -181,6 +205,15 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
             return False
         if require_token_slack and (full_tokens >= self.size_full or swa_tokens >= self.size_swa):
             return False
+        if not empty_pool and self.lazy_compaction and self._compaction_allowed():
+            # Bounds are enough for a yes: more pages of an unknown number being live only takes room away.
+            self._poll()
+            if self._fits_page_demand(
+                self._pages_for(full_tokens), self._pages_for(swa_tokens),
+                full_reclaim_pages=int(full_evictable_tokens) // self.page_size,
+                swa_reclaim_pages=int(swa_evictable_tokens) // self.page_size, compacted=True,
+            ):  # fmt: skip
+                return True
         plan = self.reclaim_plan(
             full_tokens, swa_tokens, full_evictable_tokens=full_evictable_tokens,
             swa_evictable_tokens=swa_evictable_tokens, empty_pool=empty_pool,

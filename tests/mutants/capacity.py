@@ -15,9 +15,9 @@ class RemembersCapacity(MultiEndedAllocator):
 
     _remembered: int | None = None
 
-    def available_size(self) -> int:
+    def _certain_size(self) -> int:
         if self._remembered is None:
-            self._remembered = super().available_size()
+            self._remembered = super()._certain_size()
         return self._remembered
 
 
@@ -26,13 +26,13 @@ class MemoForgetsTheGate(MultiEndedAllocator):
 
     _memo: tuple[Any, int] = ((), 0)
 
-    def schedulable_available_size(self) -> int:
+    def _certain_schedulable_size(self) -> int:
         state = tuple(
             (band._byte_low_frontier(), band._byte_high_frontier(), len(band.holes))
             for band in self._bands_of_buffer()
         )
         if self._memo[0] != state:
-            self._memo = state, super().schedulable_available_size()
+            self._memo = state, super()._certain_schedulable_size()
         return self._memo[1]
 
 
@@ -66,8 +66,8 @@ class CreditsInOwnPages(MultiEndedAllocator):
 class CreditsNothing(MultiEndedAllocator):
     """What a flush of the neighbour would open is not counted."""
 
-    def schedulable_available_size(self) -> int:
-        return self.available_size()
+    def _certain_schedulable_size(self) -> int:
+        return self._certain_size()
 
 
 class ForgetsOwnHoles(MultiEndedAllocator):

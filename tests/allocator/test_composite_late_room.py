@@ -1,0 +1,279 @@
+"""What a composite answers while numbers are on their way from the device: from what is certain, and where that is not enough for a yes or
+a no, by leaving it to the device whether two sides have to be packed. Answers and places are those of strategy `batched`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from allocator.errors import NotAllocatedError, OutOfRoomError
+from replayer.ledger import SyncLedger
+from tests.allocator.cached_program import CachedProgram
+from tests.allocator.composite_program import our_composite
+from tests.allocator.composite_state import composite_state, pools_of
+from tests.allocator.delayed import NeverEnd, NeverFloat, SlowEnd, SlowFloat
+from tests.allocator.small_composites import ENDS, STATES, THREE, make
+from tests.engine.composites import LAYOUTS, Event
+
+pytestmark = pytest.mark.cpu
+
+PAGE = 4
+
+
+class Pair:
+    """A composite with numbers that never come, and one with strategy `batched`: the same calls on both."""
+
+    def __init__(self, layout: str = ENDS) -> None:
+        late = {"end_class": NeverEnd} | ({"float_class": NeverFloat} if layout == THREE else {})
+        self.late, self.plain = make(layout, PAGE, strategy="device", **late), make(layout, PAGE)
+        self.both = (self.late, self.plain)
+        self.ledger = SyncLedger("cpu")
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Of one answer."""
+        found, expected = (getattr(made, method)(*arguments, **keywords) for made in self.both)
+        if isinstance(expected, torch.Tensor):
+            assert found.tolist() == expected.tolist(), method
+        else:
+            assert found == expected, method
+        return found
+
+    def ask(self, method: str, *arguments: Any, **keywords: Any) -> tuple[Any, int]:
+        """The late one's answer, which is that of the other, and synchronisations on the way to it."""
+        with self.ledger as ledger:
+            for pool in pools_of(self.late).values():
+                ledger.host(*pool.pinned_host_tensors, pinned=True)
+            with ledger.call(method, audit=True) as record:
+                found = getattr(self.late, method)(*arguments, **keywords)
+        assert ledger.disagreements == []
+        expected = getattr(self.plain, method)(*arguments, **keywords)
+        if isinstance(expected, torch.Tensor):
+            assert found.tolist() == expected.tolist(), method
+        else:
+            assert found == expected, method
+        return found, record.total
+
+    def forward(self, written: torch.Tensor | None = None) -> None:
+        event = Event()
+        for made in self.both:
+            made.set_latest_forward_done_event(event)
+            made.set_inflight_forward(event, written)
+
+    def shut(self) -> None:
+        for made in self.both:
+            made.set_disagg_move_gate(lambda: False)
+
+    @property
+    def is_settled(self) -> bool:
+        return all(pool._is_settled for pool in pools_of(self.late).values())
+
+    def same(self) -> bool:
+        return composite_state(self.late) == composite_state(self.plain)
+
+
+def full_pair() -> tuple[Pair, torch.Tensor]:
+    """Two ends with no room left, filled page by page, so that the last ones are next to both watermarks; and a forward that runs."""
+    pair = Pair()
+    taken = [pair.call("alloc", PAGE) for _ in range(pair.plain.available_size() // PAGE)]
+    pair.forward()
+    return pair, torch.cat(taken)
+
+
+def flushed(pages: slice) -> Pair:
+    """`full_pair` after pages have been freed, by segment, and a flush that was not urgent: what moved waits for the forward."""
+    pair, tokens = full_pair()
+    for made in pair.both:
+        made.free_segment(tokens.reshape(-1, PAGE)[pages].reshape(-1), start_pos=0)
+        made.flush_opportunistic()
+    assert not pair.is_settled
+    return pair
+
+
+INNER, OUTER = slice(2, 5), slice(-3, None)
+
+
+@pytest.mark.parametrize("question", ["alloc", "ensure_capacity"])
+@pytest.mark.parametrize("freed", [INNER, OUTER], ids=["there once they are packed", "there as they lie"])
+def test_the_device_finds_out_whether_both_sides_have_to_be_packed(freed: slice, question: str) -> None:
+    pair = flushed(freed)
+    wanted = 3 * PAGE
+    is_there = wanted <= pair.plain.available_size()
+    assert is_there == (freed == OUTER)
+    arguments = (wanted,) if question == "alloc" else (wanted, wanted)
+    found, waits = pair.ask(question, *arguments)
+    assert found is not None and found is not False
+    assert waits == 0 and not pair.is_settled
+    if question == "ensure_capacity":
+        _, waits = pair.ask("alloc", wanted)
+        assert waits == 0
+    assert pair.same()
+
+
+def test_sides_of_different_size_are_judged_together_on_the_device() -> None:
+    """More window pages than full ones, and the other way round."""
+    for full_pages, swa_pages in ((0, 3), (3, 0), (1, 3), (3, 1), (4, 1)):
+        pair = flushed(INNER)
+        found, waits = pair.ask("ensure_capacity", full_pages * PAGE, swa_pages * PAGE)
+        assert found and waits == 0, (full_pages, swa_pages)
+        assert pair.same(), (full_pages, swa_pages)
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    pair = flushed(INNER)
+    wanted = 4 * PAGE
+    for question in (
+        ("ensure_capacity", wanted, wanted),
+        ("can_reserve", wanted, wanted),
+        ("reclaim_plan", wanted, wanted),
+    ):
+        found, waits = pair.ask(*question)
+        assert not found and waits == 0, question
+    found, waits = pair.ask("alloc", wanted)
+    assert found is None and waits == 0
+    assert not pair.is_settled and pair.same()
+
+
+def test_what_may_not_fit_is_waited_for_where_live_pages_are_not_counted_yet() -> None:
+    """A free of tokens: nobody has told the host how many pages they are."""
+    pair, tokens = full_pair()
+    for made in pair.both:
+        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
+    found, waits = pair.ask("ensure_capacity", 5 * PAGE, 5 * PAGE)
+    assert not found and waits > 0
+    assert pair.same()
+
+
+def test_what_fits_for_certain_is_not_waited_for_though_live_pages_are_not_counted() -> None:
+    pair, tokens = full_pair()
+    for made in pair.both:
+        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
+        made.free_segment(tokens[: 2 * PAGE], start_pos=0)
+    for question in (
+        ("can_reserve", 2 * PAGE, 2 * PAGE),
+        ("ensure_capacity", 2 * PAGE, 2 * PAGE),
+        ("alloc", 2 * PAGE),
+    ):
+        found, waits = pair.ask(*question)
+        assert found is not False and found is not None and waits == 0, question
+    assert not pair.is_settled and pair.same()
+
+
+def test_behind_a_shut_gate_nothing_is_packed_and_the_host_waits() -> None:
+    pair = flushed(INNER)
+    pair.shut()
+    before = composite_state(pair.plain)
+    found, waits = pair.ask("ensure_capacity", 3 * PAGE, 3 * PAGE)
+    assert not found and waits > 0
+    assert composite_state(pair.plain) == before and pair.same()
+
+
+def test_a_promise_of_a_composite_that_does_not_hold_is_told_later() -> None:
+    """The full pool is promised what its composite was told is there; the device looks."""
+    pair = flushed(INNER)
+    full = pair.late.full_attn_allocator
+    with full.promised():
+        assert full.alloc(3 * PAGE) is not None  # nothing was packed for them
+    with pytest.raises(OutOfRoomError):
+        full._errors.look(wait=True)
+
+
+def test_a_fault_that_has_arrived_is_told_before_both_sides_are_packed() -> None:
+    pair = flushed(INNER)
+    full, swa = pair.late.full_attn_allocator, pair.late.swa_attn_allocator
+    free_already = int((full.virtual_to_physical[1 : full.num_virtual_ids] < 0).nonzero()[0]) + 1
+    full.free_segment(torch.arange(free_already * PAGE, free_already * PAGE + PAGE), start_pos=0)
+    full._read_back.arrived = 1 << 30  # also what is sent from here on
+    before = [pool.physical_to_virtual.tolist() for pool in (full, swa)]
+    with pytest.raises(NotAllocatedError):
+        full.pack_both_if_lacking(3, swa, 3)
+    assert [pool.physical_to_virtual.tolist() for pool in (full, swa)] == before
+
+
+class Cache:
+    """Nothing to give up."""
+
+    def supports_prefix_sharing(self) -> bool:
+        return True
+
+    def full_evictable_size(self) -> int:
+        return 0
+
+    swa_evictable_size = mamba_evictable_size = full_evictable_size
+
+    def evict_for_alloc(self, params: Any, **keywords: Any) -> Any:
+        raise AssertionError("nothing is asked of a cache if there is room")
+
+
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "evict_to_free_tokens": lambda made: made.evict_to_free_tokens(Cache(), 2 * PAGE) in (None, True),
+    "check_decode_capacity": lambda made: made.check_decode_capacity(num_tokens=2 * PAGE, tree_cache=Cache()),
+    "no cache": lambda made: made.check_decode_capacity(num_tokens=2 * PAGE, tree_cache=None),
+    "no tokens": lambda made: made.check_decode_capacity(num_tokens=0, tree_cache=None),
+    "prepare_mamba_allocation": lambda made: made.prepare_mamba_allocation(1) is None,
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scheduler_is_answered_from_what_is_certain(layout: str, question: str) -> None:
+    if layout == ENDS and question == "prepare_mamba_allocation":
+        return  # it has no states
+    pair = Pair(layout)
+    tokens = pair.call("alloc", 24 * PAGE)
+    if layout != STATES:
+        for made in pair.both:
+            made.free_swa(tokens[: 3 * PAGE])
+    for made in pair.both:
+        made.free(tokens[4 * PAGE + 1 : 9 * PAGE - 1])
+    waited = sum(pool.blocking_reads for pool in pools_of(pair.late).values())
+    assert not pair.is_settled
+    assert QUESTIONS[question](pair.late) and QUESTIONS[question](pair.plain)
+    assert sum(pool.blocking_reads for pool in pools_of(pair.late).values()) == waited
+    assert not pair.is_settled and pair.same()
+
+
+def test_what_was_made_sure_of_is_not_asked_for_again() -> None:
+    """A decode step that fits once both sides are packed, which is left to the device: it is a yes, and no size is needed."""
+    pair = flushed(INNER)
+    waited = sum(pool.blocking_reads for pool in pools_of(pair.late).values())
+    for made in pair.both:
+        assert made.check_decode_capacity(num_tokens=3 * PAGE, tree_cache=Cache())
+    assert sum(pool.blocking_reads for pool in pools_of(pair.late).values()) == waited
+    assert pair.same()
+
+
+@pytest.mark.parametrize("late", ["never", "slow"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_much_is_asked_of_a_cache_where_numbers_come_late(layout: str, late: str) -> None:
+    end, middle = {"never": (NeverEnd, NeverFloat), "slow": (SlowEnd, SlowFloat)}[late]
+    classes = {"end_class": end} | ({"float_class": middle} if layout == THREE else {})
+    plain = CachedProgram(our_composite(layout, PAGE, lazy=True, strategy="batched"), 6)
+    other = CachedProgram(our_composite(layout, PAGE, lazy=True, strategy="device", **classes), 6)
+    for number in range(150):
+        assert other.step() == plain.step(), number
+        if number % 30 == 29:
+            assert (other.sizes(), other.places()) == (plain.sizes(), plain.places()), number
+    assert other.cache.asked == plain.cache.asked
+    assert len(plain.cache.asked) >= 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pools_with_nothing_to_pack_are_not_asked_to(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle engine asks thousands of times a second, and whoever records would write each time down."""
+    made = make(layout, PAGE, strategy="device")
+    tokens = [made.alloc(PAGE) for _ in range(8)]
+    asked = []
+    for pool in pools_of(made).values():
+        flush = pool.flush_opportunistic
+        monkeypatch.setattr(
+            pool, "flush_opportunistic", lambda flush=flush: asked.append(flush()) or asked[-1]
+        )
+    assert made.flush_opportunistic() == 0 and asked == []
+    # A float keeps what it cannot give back.
+    made.free_segment(tokens[-1 if layout == THREE else 1], start_pos=0)
+    assert made.flush_opportunistic() + made.flush_opportunistic() > 0 and asked
+    asked.clear()
+    assert made.flush_opportunistic() == 0 and asked == []
