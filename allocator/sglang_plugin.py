@@ -19,6 +19,7 @@ from allocator.errors import ConfigurationError
 from allocator.flush_ops import flush_ops_class
 from allocator.lookup import STRATEGIES
 from allocator.sglang_classes import SglangFloatMultiEndedAllocator, SglangMultiEndedAllocator
+from allocator.sglang_composites import composites_in_place
 
 log = logging.getLogger("kvtape")
 
@@ -94,7 +95,7 @@ def put_in_place(strategy: str) -> None:
     module = importlib.import_module(MODULE)
     for name in USERS:
         importlib.import_module(name)
-    ours = {END: SglangMultiEndedAllocator, FLOAT: SglangFloatMultiEndedAllocator}
+    ours: dict[str, type[Any]] = {END: SglangMultiEndedAllocator, FLOAT: SglangFloatMultiEndedAllocator}
     theirs = {name: getattr(module, name) for name in ours}
     environment = importlib.import_module("sglang.srt.environ").envs
     kernels = importlib.import_module("sglang.kernels.ops.memory.virtual_slot")
@@ -104,9 +105,10 @@ def put_in_place(strategy: str) -> None:
     _replace(SglangMultiEndedAllocator, "chosen_strategy", strategy)
     _replace(SglangMultiEndedAllocator, "max_pages_per_move", max_pages)
     _replace(SglangMultiEndedAllocator, "translate_token_ids", staticmethod(kernels.translate_token_ids))
-    for name, their_class in theirs.items():
+    in_place_of = {theirs[name]: ours[name] for name in ours} | dict(composites_in_place())
+    for their_class, our_class in in_place_of.items():
         for owner, bound_as in _bound(their_class):
-            _replace(owner, bound_as, ours[name])
+            _replace(owner, bound_as, our_class)
     for tell in list(getattr(module, LISTENERS, ())):
         tell(module)
 

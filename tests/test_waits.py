@@ -1,5 +1,4 @@
-"""At most one wait in a hundred flushes of any trace, where numbers come as a GPU's would (`tests.allocator.arriving`), and a few more
-where exact sizes are asked for before every alloc."""
+"""At most one wait in a hundred flushes of any trace, where numbers come as a GPU's would (`tests.allocator.arriving`)."""
 
 from __future__ import annotations
 
@@ -17,16 +16,8 @@ FIRST_EVENTS = 20_000
 #: More than one in a hundred: flushes under a running forward, on the stream of that forward, and a pool in which every page counts. The
 #: engine that the calls are of works on a stream of its own.
 ONE_STREAM = {"kimi_gb200": 2.5}
-#: Of few flushes a few waits, each behind an urgent one that ordered the stream after the running forward.
-SIZES_FIRST = {
-    "kimi_gb200": 1.5,
-    "sglang_server_smollm2": 4.0,
-    "sglang_smollm2_swa_p16": 2.0,
-    "sglang_tiny_swa_p16": 3.0,
-}
 LIMITS: dict[str, dict[str, float]] = {
     "own stream": {},
-    "own stream, sizes first": SIZES_FIRST,
     "one stream": ONE_STREAM,
 }
 

@@ -22,7 +22,6 @@ ARRIVING, DELAYED = "tests.allocator.arriving", "tests.allocator.delayed"
 #: When numbers come, and the allocators to which they come so.
 MODELS = {
     "own stream": f"{ARRIVING}:OwnStreamEnd,{ARRIVING}:OwnStreamFloat",
-    "own stream, sizes first": f"{ARRIVING}:SizesFirstEnd,{ARRIVING}:SizesFirstFloat",
     "one stream": f"{ARRIVING}:ArrivingEnd,{ARRIVING}:ArrivingFloat",
     "never": f"{DELAYED}:NeverEnd,{DELAYED}:NeverFloat",
 }

@@ -9,12 +9,10 @@ Two engines are stood in for.
   after it, as an urgent flush does. (``Scheduler._apply_war_barrier`` orders it after a forward's first reads too, and after all of it
   where those are not known, as for some prefills; that is not stood in for.)
 
-`SizesFirstEnd` and `SizesFirstFloat`, on a stream of their own, are asked for exact sizes before every alloc: SGLang's composites over
-kvtape's sub-pools do that (`allocator.sglang_classes`).
-
-With nothing before it a number is there by the next call. A forward is over when its event has answered so, or one launched later has; and
-when the second one after it is launched: an engine is one step ahead of the GPU at most (``Scheduler.event_loop_overlap`` launches forward
-N + 1 and then waits for the results of N).
+With nothing before it a number is there by the next call. A forward is over when its event has answered so, or one launched later has; when
+its results were looked at, of which a trace says nothing and a real engine does (`tests.engines.late`); and when the second one after it is
+launched: an engine is one step ahead of the GPU at most (``Scheduler.event_loop_overlap`` launches forward N + 1 and then waits for the
+results of N).
 """
 
 from __future__ import annotations
@@ -56,6 +54,8 @@ class Stream:
         self._depth = 0
         self._launched: list[Watched] = []
         self._behind: int | None = None
+        #: Forwards whose results the engine has looked at, which it does in the order of their launches.
+        self.results = 0
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -85,7 +85,11 @@ class Stream:
 
     def is_over(self, forward: int) -> bool:
         following = self._launched[forward:]
-        return len(following) > 1 + AHEAD or any(each.event.fired for each in following)
+        return (
+            forward < self.results
+            or len(following) > 1 + AHEAD
+            or any(getattr(each.event, "fired", False) for each in following)
+        )
 
 
 class Watched:
@@ -140,15 +144,15 @@ class ArrivingReadBack(ReadBack):
         return _Arrival(self._stream, numbers)
 
 
-class _Arriving(DeviceReleasingBand):
+class Arriving(DeviceReleasingBand):
     one_stream = True
-    _streams: ClassVar[WeakKeyDictionary[Any, Stream]] = WeakKeyDictionary()
+    streams: ClassVar[WeakKeyDictionary[Any, Stream]] = WeakKeyDictionary()
 
     @property
     def stream(self) -> Stream:
-        if self.unified_buffer not in self._streams:
-            self._streams[self.unified_buffer] = Stream(self.one_stream)
-        return self._streams[self.unified_buffer]
+        if self.unified_buffer not in self.streams:
+            self.streams[self.unified_buffer] = Stream(self.one_stream)
+        return self.streams[self.unified_buffer]
 
     @functools.cached_property
     def _read_back(self) -> ReadBack:
@@ -161,7 +165,7 @@ class _Arriving(DeviceReleasingBand):
         super().set_inflight_forward(self.stream.launch(forward_done), out_cache_loc_virtual)
 
 
-def _calls_counted(made: type[Any]) -> type[Any]:
+def calls_counted(made: type[Any]) -> type[Any]:
     def counted(name: str) -> Callable[..., Any]:
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             with self.stream.call():
@@ -175,13 +179,13 @@ def _calls_counted(made: type[Any]) -> type[Any]:
     return made
 
 
-@_calls_counted
-class ArrivingEnd(_Arriving, DeviceMultiEndedAllocator):
+@calls_counted
+class ArrivingEnd(Arriving, DeviceMultiEndedAllocator):
     pass
 
 
-@_calls_counted
-class ArrivingFloat(_Arriving, DeviceFloatMultiEndedAllocator):
+@calls_counted
+class ArrivingFloat(Arriving, DeviceFloatMultiEndedAllocator):
     pass
 
 
@@ -191,27 +195,3 @@ class OwnStreamEnd(ArrivingEnd):
 
 class OwnStreamFloat(ArrivingFloat):
     one_stream = False
-
-
-def _sizes_first(made: type[Any]) -> type[Any]:
-    def asked(name: str) -> Callable[..., Any]:
-        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            with self.stream.call():
-                self._settle_chain()
-                return getattr(super(made, self), name)(*arguments, **keywords)
-
-        return call
-
-    for name in ("alloc", "alloc_extend", "alloc_decode", "alloc_with_virtual", "alloc_physical"):
-        setattr(made, name, asked(name))
-    return made
-
-
-@_sizes_first
-class SizesFirstEnd(OwnStreamEnd):
-    pass
-
-
-@_sizes_first
-class SizesFirstFloat(OwnStreamFloat):
-    pass

@@ -29,6 +29,7 @@ from allocator.sglang_classes import (
     SglangFloatMultiEndedAllocator,
     SglangMultiEndedAllocator,
 )
+from allocator.sglang_composites import OURS
 from allocator.specs import MHASubPoolSpec
 from recorder.engines import sglang as engine
 from recorder.engines.sglang import SglangHooks
@@ -51,13 +52,21 @@ class TheirEnd(MultiEndedAllocator):
 class TheirFloat(FloatMultiEndedAllocator, TheirEnd): ...
 
 
+#: They stand for SGLang's composites, by module.
+THEIR_COMPOSITES = {
+    name: [type(ours.__name__, (), {"__module__": name}) for ours in classes]
+    for name, classes in OURS.items()
+}
+
+
 def translate(**arguments: Any) -> torch.Tensor:
     raise NotImplementedError
 
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """SGLang's allocator module. Three others have its classes, one of them by another name; the version is a known one."""
+    """SGLang's allocator module. Three others have its classes, one of them by another name, and two have composites; the version is a
+    known one."""
     modules = {
         name: ModuleType(name)
         for name in (sglang_plugin.MODULE, *sglang_plugin.USERS, "sglang.somebody", "sglang.srt.environ",
@@ -67,6 +76,10 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         modules[name].MultiEndedAllocator, modules[name].FloatMultiEndedAllocator = TheirEnd, TheirFloat  # type: ignore[attr-defined]
     modules[sglang_plugin.USERS[1]].MultiEndedAllocator = TheirEnd  # type: ignore[attr-defined]
     modules["sglang.somebody"].Ends = TheirEnd  # type: ignore[attr-defined]
+    for name, classes in THEIR_COMPOSITES.items():
+        for cls in classes:
+            setattr(modules[name], cls.__name__, cls)
+    modules["sglang.somebody"].Pair = THEIR_COMPOSITES[sglang_plugin.USERS[0]][0]  # type: ignore[attr-defined]
     modules["sglang.srt.environ"].envs = SimpleNamespace(  # type: ignore[attr-defined]
         SGLANG_COMPACTION_MAX_PAGES_PER_MOVE=SimpleNamespace(get=lambda: 2)
     )
@@ -123,9 +136,21 @@ def test_the_classes_are_replaced_and_given_back(
     with caplog.at_level(logging.INFO, "kvtape"):
         plugin.sglang_allocator()
         plugin.sglang_allocator()
-    assert bound() == [
-        (module, name, value if module == "elsewhere" else ours[value]) for module, name, value in before
-    ]
+    for (module, name, value), found in zip(before, bound(), strict=True):
+        assert found[:2] == (module, name)
+        if module == "elsewhere":
+            assert found[2] is value
+        elif value in ours:
+            assert found[2] is ours[value]
+        else:
+            kvtapes = next(
+                cls for classes in OURS.values() for cls in classes if cls.__name__ == value.__name__
+            )
+            assert issubclass(found[2], value) and issubclass(found[2], kvtapes)
+    assert (
+        sys.modules["sglang.somebody"].Pair
+        is sys.modules[sglang_plugin.USERS[0]].UnifiedSWATokenToKVPoolAllocator
+    )
     assert len(caplog.messages) == 1 and f"{plugin.VARIABLE}={strategy}" in caplog.messages[0]
     full, _ = two_ends(end_class=sglang.MultiEndedAllocator, strategy=strategy)
     assert full.strategy == strategy and full.implementation == f"kvtape {strategy}"
@@ -183,6 +208,7 @@ def test_both_sides_know_the_names() -> None:
     assert plugin.VARIABLE == sglang_plugin.VARIABLE
     assert engine.LISTENERS == sglang_plugin.LISTENERS
     assert engine.ALLOCATOR_MODULES[0] == sglang_plugin.MODULE
+    assert set(OURS) == set(sglang_plugin.USERS)
     assert set(sglang_plugin.VERSIONS) <= set(engine.VERSIONS)
 
 

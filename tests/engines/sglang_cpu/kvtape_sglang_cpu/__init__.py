@@ -18,6 +18,8 @@ import os
 
 #: Number of newer forwards after which an event is seen as fired; unset, empty or 0: at once, as on any CPU.
 LAG_VARIABLE = "EVENT_LAG"
+#: File to count waits in, of kvtape's allocator with numbers that come late (`tests.engines.late`); unset or empty: they are there at once.
+LATE_VARIABLE = "LATE_NUMBERS"
 
 
 def install() -> None:
@@ -35,3 +37,9 @@ def install() -> None:
     if lag > 0:
         events.install(lag)
     faults.install(os.environ.get("RECORDER_FAULT", ""))
+    numbers = os.environ.get(LATE_VARIABLE)
+    if numbers:
+        # Of the checkout that the engine runs in, as `faults` has its recorder.
+        from tests.engines import late
+
+        late.install(numbers)

@@ -44,17 +44,23 @@ class LaggingEvent:
 
 
 def install(lag: int) -> None:
-    for module in modules.composite_modules():
-        for cls in list(vars(module).values()):
-            if isinstance(cls, type) and cls.__module__ == module.__name__ and _is_composite(cls):
-                for name in HANDOVERS:
-                    if name in vars(cls):
-                        setattr(cls, name, _with_lagging_event(vars(cls)[name], lag))
+    for cls in _composites():
+        for name in HANDOVERS:
+            if name in vars(cls):
+                setattr(cls, name, _with_lagging_event(vars(cls)[name], lag))
 
 
-def _is_composite(cls: type) -> bool:
-    # The old versions keep the sub-pools in the same module.
-    return cls.__name__.startswith("Unified")
+def _composites() -> set[type]:
+    """SGLang's own, also where another plugin has put classes derived from them in their place."""
+    return {
+        base
+        for module in modules.composite_modules()
+        for cls in list(vars(module).values())
+        if isinstance(cls, type)
+        for base in cls.__mro__
+        # The old versions keep the sub-pools in the same module.
+        if base.__module__ == module.__name__ and base.__name__.startswith("Unified")
+    }
 
 
 def _with_lagging_event(method: Callable[..., Any], lag: int) -> Callable[..., Any]:
