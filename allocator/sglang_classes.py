@@ -1,15 +1,15 @@
 """Our classes with everything that SGLang 0.5.23 asks of its own: what `allocator.sglang_plugin` puts in their place.
 
-SGLang's composites (``mem_cache/allocator/unified_*.py``), its slot allocator and its cache components stay as they are. They call methods
-and read fields of the sub-pools that are nobody else's business; those names are answered here. A pool is asked for without a strategy, so
-the one that was chosen stands in a class attribute.
+SGLang's slot allocator and its cache components stay as they are, and so do the constructors of its composites, whose answers are kvtape's
+(`allocator.sglang_composites`). They call methods and read fields of the sub-pools that are nobody else's business; those names are
+answered here. A pool is asked for without a strategy, so the one that was chosen stands in a class attribute.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,10 +20,8 @@ from allocator.device_end import DeviceMultiEndedAllocator
 from allocator.device_middle import DeviceFloatMultiEndedAllocator
 from allocator.end import MultiEndedAllocator
 from allocator.errors import ConfigurationError, PageAlignmentError
-from allocator.forwards import ForwardDoneEvent
 from allocator.lookup import DEFAULT_STRATEGY, DEVICE_STRATEGY
 from allocator.middle import FloatMultiEndedAllocator
-from allocator.unsettled import PendingBatch
 
 log = logging.getLogger("kvtape")
 
@@ -157,24 +155,14 @@ class SglangFloatMultiEndedAllocator(FloatMultiEndedAllocator, SglangMultiEndedA
 class SglangDeviceMultiEndedAllocator(SglangMultiEndedAllocator, DeviceMultiEndedAllocator):
     """An END pool for SGLang, strategy ``device``.
 
-    SGLang's composites add up sizes of several pools that they read one by one, and its check for leaks compares such sums. So sizes are
-    exact here: who asks while a flush's numbers are on their way waits for them, which `blocking_reads` counts. The composites begin with
-    the epoch of the chain or with somebody's holes, and go on to frontiers of any pool.
+    Who asks it directly (SGLang's slot allocator, its cache components and its host tier) adds sizes up and compares them, so that these
+    are exact here: asked for while a flush's numbers are on their way they are waited for, which `blocking_reads` counts.
     """
 
     def prewarm_compaction(self) -> None:
         """What SGLang's pool does, and kvtape's own kernels."""
         DeviceMultiEndedAllocator.prewarm_compaction(self)
         super().prewarm_compaction()
-
-    def _chain_capacity_epoch(self) -> int:
-        self._settle_chain()
-        return super()._chain_capacity_epoch()
-
-    @property
-    def _free_phys_pages(self) -> torch.Tensor:
-        self._settle_chain()
-        return super()._free_phys_pages
 
     def available_size(self) -> int:
         self._settle_chain()
@@ -183,21 +171,6 @@ class SglangDeviceMultiEndedAllocator(SglangMultiEndedAllocator, DeviceMultiEnde
     def schedulable_available_size(self) -> int:
         self._settle_chain()
         return super().schedulable_available_size()
-
-    def _byte_accounting_violations(self) -> list[str]:
-        self._settle_chain()
-        return super()._byte_accounting_violations()
-
-    @property
-    def _pending_reuse(self) -> Mapping[ForwardDoneEvent, tuple[list[int], list[torch.Tensor]]]:  # type: ignore[override]
-        # The composites ask whether it is empty, after every batch.
-        self._settle()
-        return _PendingByEvent(self._pending._batches)
-
-    @property
-    def _pending_reuse_pages_cpu(self) -> Set[int]:  # type: ignore[override]
-        self._settle()
-        return _PendingPages(self._pending._batches)
 
 
 class SglangDeviceFloatMultiEndedAllocator(SglangFloatMultiEndedAllocator, DeviceFloatMultiEndedAllocator):
@@ -216,40 +189,6 @@ _ON_DEVICE: dict[type[MultiEndedAllocator], type[MultiEndedAllocator]] = {
     SglangMultiEndedAllocator: SglangDeviceMultiEndedAllocator,
     SglangFloatMultiEndedAllocator: SglangDeviceFloatMultiEndedAllocator,
 }
-
-
-class _PendingByEvent(Mapping[ForwardDoneEvent, tuple[list[int], list[torch.Tensor]]]):
-    """SGLang's shape of pending reuse. Which pages wait is read from the device only when they are looked at."""
-
-    def __init__(self, batches: dict[ForwardDoneEvent, list[PendingBatch]]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[ForwardDoneEvent]:
-        return iter(self._batches)
-
-    def __getitem__(self, event: ForwardDoneEvent) -> tuple[list[int], list[torch.Tensor]]:
-        exact = [batch.exact() for batch in self._batches[event]]
-        return [page for pages in exact for page in pages.tolist()], exact
-
-
-class _PendingPages(Set[int]):
-    """The pages in pending reuse. How many they are is known without asking the device."""
-
-    def __init__(self, batches: dict[ForwardDoneEvent, list[PendingBatch]]) -> None:
-        self._batches = [batch for waiting in batches.values() for batch in waiting]
-
-    def __len__(self) -> int:
-        return sum(batch.most for batch in self._batches)
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in self._batches:
-            yield from batch.exact().tolist()
-
-    def __contains__(self, page: object) -> bool:
-        return any(page == each for each in self)
 
 
 class _MovedInParts:

@@ -417,31 +417,6 @@ def test_strategy_device_knows_two_kinds_of_devices() -> None:
         pool(device="meta", strategy="device")
 
 
-class Running:
-    """A forward that has not ended."""
-
-    def query(self) -> bool:
-        return False
-
-    def wait(self) -> None: ...
-
-
-def test_whether_pages_wait_is_known_without_reading_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = pool(page_size=1, strategy="device")
-    made.set_latest_forward_done_event(Running())
-    tokens = made.alloc(10)
-    made.free(tokens[:3])
-    assert made.flush_opportunistic() == 3
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "tolist", None)
-        assert (
-            len(made._pending_reuse_pages_cpu) == 3 and len(made._pending_reuse) == 1 and made._pending_reuse
-        )
-    assert set(made._pending_reuse_pages_cpu) == {8, 9, 10} and 9 in made._pending_reuse_pages_cpu
-    ((pages, batches),) = made._pending_reuse.values()
-    assert sorted(pages) == [8, 9, 10] and sorted(torch.cat(batches).tolist()) == [8, 9, 10]
-
-
 def test_a_late_count_is_taken_where_a_number_is() -> None:
     late = LateCount(lambda: 3)
     assert 0 + late + late == 6 and sum([late, 1]) == 4 and max(late, 2) == 3

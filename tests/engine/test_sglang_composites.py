@@ -229,8 +229,7 @@ def watched(made: Any, seed: int) -> Watched:
 def test_nothing_stops_the_host_but_what_is_counted(
     layout: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang's composites over the same pools do: they select ids by a mask."""
-    come_late(monkeypatch, "slow")
+    """SGLang's composites over the same pools do, though their numbers are there at once: they select ids by a mask."""
     with monkeypatch.context() as patch:
         patch.setattr(sglang_plugin, "composites_in_place", list)
         sglang_plugin.put_in_place("device")
@@ -238,9 +237,10 @@ def test_nothing_stops_the_host_but_what_is_counted(
         sglang_plugin.remove()
     assert not isinstance(theirs._made, Composite)
     assert {"free", "free_swa"} <= set(theirs.stops)
+    come_late(monkeypatch, "slow")
     ours = watched(in_place(layout, page_size), page_size)
     assert ours.stops == {}
-    assert ours.waits < theirs.waits + sum(theirs.stops.values())
+    assert ours.waits < sum(theirs.stops.values())
 
 
 def test_what_ours_do_not_have_is_sglangs() -> None:
