@@ -16,7 +16,7 @@ class FreeVirtualIds:
         self._capacity = max(0, end - first)
         self._head, self._tail = 0, self._capacity
         self._buffer = torch.empty(2 * self._capacity, dtype=torch.int64, device=device)
-        torch.arange(first, end, out=self._buffer[: self._capacity])
+        torch.arange(first, end, out=self._buffer[: self._capacity], device=device)
 
     def __len__(self) -> int:
         return self._tail - self._head

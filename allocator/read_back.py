@@ -83,9 +83,10 @@ class ReadBack:
         on_cuda = torch.device(device).type == "cuda"
         self.immediate = not on_cuda
         self.blocking_reads = 0
-        memory = torch.empty(SLOTS, WIDTH, dtype=torch.int64, pin_memory=on_cuda)
+        # On the host, also where somebody has made another device torch's default.
+        memory = torch.empty(SLOTS, WIDTH, dtype=torch.int64, device="cpu", pin_memory=on_cuda)
         # For numbers that are read as soon as they are written.
-        row = torch.empty(ROW, dtype=torch.int64, pin_memory=on_cuda)
+        row = torch.empty(ROW, dtype=torch.int64, device="cpu", pin_memory=on_cuda)
         # One tensor a number, made once: making a view costs as much as the copy.
         self._cells = [list(row.unbind()) for row in memory.unbind()]
         self._rows = list(memory.numpy())

@@ -160,7 +160,7 @@ class PinnedRing:
         pinned = getattr(self._cuda, "pinned_ids", None)
         if pinned is not None:
             return pinned(capacity)
-        return torch.empty(capacity, dtype=INT64, pin_memory=True)
+        return torch.empty(capacity, dtype=INT64, device="cpu", pin_memory=True)
 
     def copy(self, ids: Any) -> StagedIds | None:
         """Start the copy of a device tensor, and return at once; None where there is no room for it now."""

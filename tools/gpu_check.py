@@ -27,13 +27,14 @@ sys.path[:0] = [str(REPOSITORY)]
 import torch  # noqa: E402
 from gpu.bandwidth import check_bandwidth, kernel_names  # noqa: E402
 from gpu.busy import MOVES, ROUNDS, check_busy  # noqa: E402
+from gpu.composites import check_composites  # noqa: E402
 from gpu.correctness import check_golden, check_traces  # noqa: E402
 from gpu.counting import check_counts  # noqa: E402
 from gpu.verdicts import Results, rows_table, table  # noqa: E402
 
 STRATEGIES = ("device", "batched", "hybrid", "per-row")
 #: In this order; the share is of the whole time, and what a part leaves over goes to those after it.
-PARTS = {"counts": 0.28, "busy": 0.20, "bandwidth": 0.14, "traces": 0.18, "golden": 0.20}
+PARTS = {"counts": 0.28, "busy": 0.20, "bandwidth": 0.14, "traces": 0.18, "composites": 0.08, "golden": 0.12}
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def parts(results: Results, args: argparse.Namespace, found: dict[str, Any]) -> 
         "busy": lambda: check_busy(results, device, strategies, moves, args.rounds),
         "bandwidth": bandwidth,
         "traces": lambda: check_traces(results, device, strategies, args.events),
+        "composites": lambda: check_composites(results, device, strategies),
         "golden": lambda: check_golden(results, device, strategies),
     }
 

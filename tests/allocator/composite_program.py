@@ -23,6 +23,7 @@ def our_composite(
     strategy: str,
     store: Callable[[Any, str], Any] | None = None,
     layers: tuple[int, int] = (1, 3),
+    device: str = "cpu",
     **classes: Any,
 ) -> Any:
     """The composite of ours for what `tests.engine.composites.composite` makes of SGLang's. ``store`` makes a pool's memory from the buffer
@@ -43,10 +44,10 @@ def our_composite(
         "full, swa and mamba": [tokens("full", 2, "down"), tokens("swa", 3, "float"), states],
     }[layout]
     buffer = allocator.UnifiedKVPool(
-        total_bytes=96 * 128 * page_size, sub_pool_specs=specs, device="cpu", page_size=page_size
+        total_bytes=96 * 128 * page_size, sub_pool_specs=specs, device=device, page_size=page_size
     )
     common: dict[str, Any] = {
-        "unified_buffer": buffer, "device": "cpu", "page_size": page_size, "lazy_compaction": lazy, "strategy": strategy,
+        "unified_buffer": buffer, "device": device, "page_size": page_size, "lazy_compaction": lazy, "strategy": strategy,
         **classes,
     }  # fmt: skip
     names = {"full_kv_pool": "full", "swa_kv_pool": "swa", "mamba_pool": "mamba"}

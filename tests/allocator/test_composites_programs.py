@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from allocator import STRATEGIES, kv_store_for
 from tests.allocator.composite_program import Program, our_composite
 from tests.allocator.composite_state import Stamps, check
+from tests.allocator.delayed import NeverEnd, NeverFloat
 from tests.engine.composites import LAYOUTS
 
 pytestmark = pytest.mark.cpu
@@ -49,3 +51,24 @@ def test_all_strategies_answer_and_place_alike(layout: str, page_size: int, lazy
             assert run.sizes() == sizes, (name, number)
             assert run.places() == places, (name, number)
     assert expected.refused
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torchs_default_device_is_of_no_matter(layout: str, strategy: str, late: bool) -> None:
+    """An engine may load its model, and make its pools, inside ``with torch.device(...)``."""
+    if late and strategy != "device":
+        return
+    classes = {"end_class": NeverEnd} | ({"float_class": NeverFloat} if layout == LAYOUTS[2] else {})
+    with torch.device("meta"):
+        made = our_composite(layout, 4, lazy=True, strategy=strategy, **(classes if late else {}))
+    tokens = made.alloc(64)
+    with torch.device("meta"):
+        made.free_segment(tokens[8:24], start_pos=8)
+        made.free(tokens[33:50])
+        assert int(made.flush_opportunistic()) >= 0
+        made.full_attn_allocator.flush_for_allocation()
+        assert made.available_size() > 0
+        assert made.alloc(16).device.type == "cpu"
+    check(made)

@@ -86,8 +86,9 @@ def test_what_a_cpu_can_tell_is_told(check: dict[str, Any]) -> None:
     assert {row["moves"] for row in check["parts"]["host held, ms"]} == {1, 4}
     # Every part ran or is named.
     for strategy in ("device", "batched"):
-        ran = f"golden transcripts, {strategy}" in found
-        assert ran or any("golden" in skipped and strategy in skipped for skipped in check["skipped"])
+        for part in ("golden transcripts", "composites"):
+            ran = f"{part}, {strategy}" in found
+            assert ran or any(part in skipped and strategy in skipped for skipped in check["skipped"])
 
 
 def test_the_table_comes_last(check: dict[str, Any]) -> None:
@@ -131,6 +132,38 @@ def test_a_wrong_answer_is_found() -> None:
     )
     assert done.stdout.startswith("1 "), done.stderr
     assert "alloc answered [1, 2]" in done.stdout
+
+
+COMPOSITES = (
+    "import gpu.composites as c; r = Results(90.0); r.begin_part(1.0); c.STEPS = 60; c.PAGE_SIZES = (4,); "
+    "c._program = lambda layout, size, strategy, device: c.Writing(c.OnDevice(c.our_composite(layout, size, lazy=True, "
+    "strategy=strategy, store=c.kv_store_for), 'cpu'), 'cpu', 40 + size); "
+)
+
+
+def test_a_composite_is_driven_as_on_another_device() -> None:
+    done = run_python(
+        COMPOSITES + "c.check_composites(r, 'cpu', ['device', 'batched']); "
+        "print(r.exit_status, [v.found for v in r.verdicts], sum(row['moved'] for row in r.rows['composites']) > 0)"
+    )
+    assert done.stdout.strip() == "0 ['3 of 3 programs equal', '3 of 3 programs equal'] True", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("from allocator.kv_store import UnifiedPagePool as P; P.move_physical_pages = lambda *given: None", "bytes of virtual page"),
+        ("o = c.OnDevice.__getattr__; c.OnDevice.__getattr__ = lambda w, n: (lambda k: None) if n == 'alloc_decode' else o(w, n)", "Error"),
+        ("from allocator.device_end import DeviceMultiEndedAllocator as D; D._pack_in_part = lambda pool: 0", "differ"),
+    ],
+    ids=["bytes stay", "a call fails", "nothing is packed"],
+)  # fmt: skip
+def test_a_wrong_composite_is_found(fault: str, found: str) -> None:
+    done = run_python(
+        f"{COMPOSITES}\n{fault}\nc.check_composites(r, 'cpu', ['device']); print(r.exit_status, r.verdicts[0].found)"
+    )
+    assert done.stdout.startswith("1 "), done.stderr
+    assert found in done.stdout
 
 
 def test_what_runs_on_cuda_alone_runs_with_a_stand_in() -> None:

@@ -40,7 +40,7 @@ def _known(device: str) -> list[tuple[str, Callable[[], Any], tuple[int, int, in
     tensor = torch.arange(8, device=device)
     doubled = torch.tensor([1, 1, 2, 3], device=device)
     on_cuda = torch.device(device).type == "cuda"
-    pinned = torch.empty(8, dtype=torch.int64, pin_memory=on_cuda)
+    pinned = torch.empty(8, dtype=torch.int64, device="cpu", pin_memory=on_cuda)
 
     def wait_for_event() -> None:
         event = torch.cuda.Event()
