@@ -53,13 +53,10 @@ def test_all_strategies_answer_and_place_alike(layout: str, page_size: int, lazy
     assert expected.refused
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "late"), [*((name, False) for name in STRATEGIES), ("device", True)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_torchs_default_device_is_of_no_matter(layout: str, strategy: str, late: bool) -> None:
     """An engine may load its model, and make its pools, inside ``with torch.device(...)``."""
-    if late and strategy != "device":
-        return
     classes = {"end_class": NeverEnd} | ({"float_class": NeverFloat} if layout == LAYOUTS[2] else {})
     with torch.device("meta"):
         made = our_composite(layout, 4, lazy=True, strategy=strategy, **(classes if late else {}))
