@@ -86,7 +86,8 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
             return extension <= max(0, self._empty_shared_gap_bytes - kept_bytes)
         if num_full_pages > full.free_id_count + min(full_reclaim_pages, full._most_live_pages()):
             return False
-        return extension <= full._current_gap_bytes()
+        # Bounds of the two may overlap: holes that one of them shows are not all there then. Only that one's gap says so.
+        return extension <= min(full._current_gap_bytes(), swa._current_gap_bytes())
 
     def _fits_as_it_lies(self, full_pages: int, swa_pages: int) -> bool:
         return self._fits_page_demand(full_pages, swa_pages, compacted=False)
