@@ -12,10 +12,12 @@ Two requests go on without the numbers.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from allocator.late_flush import LateFlush
+from allocator.read_back import LateCountPerhaps
 from allocator.unsettled import FAR, PackedPerhaps
 
 
@@ -169,5 +171,9 @@ class LateRoom(LateFlush):
         self._carry_out(plan)
         registers.mark = registers.mark - count if grows_up else registers.mark + count
         registers.count = torch.where(condition, 0, registers.count)
-        self._note(PackedPerhaps(self._read_back.post(torch.count_nonzero(condition)), batches, condition))
-        return self._later(ticket, 0)
+        decided = self._read_back.post(torch.count_nonzero(condition))
+        self._note(PackedPerhaps(decided, batches, condition))
+        return cast(
+            int,
+            LateCountPerhaps(lambda: ticket.awaited()[0], lambda: bool(decided.awaited()[0])),
+        )

@@ -64,6 +64,11 @@ class Ticket:
                 self._values = values
         return self._values
 
+    def awaited(self) -> list[int]:
+        """The numbers, once they are there: `wait`, if they are not."""
+        self.wait()
+        return self.values()
+
 
 #: Numbers of tickets.
 _posted = itertools.count()
@@ -245,3 +250,17 @@ class LateCount:
 
     def __format__(self, spec: str) -> str:
         return format(int(self), spec)
+
+
+class LateCountPerhaps(LateCount):
+    """The same of a call that is made only if the device finds it needed. A sum with others says nothing of that."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self, count: Callable[[], int], made: Callable[[], bool]) -> None:
+        super().__init__(count)
+        self._made = made
+
+    def was_made(self) -> bool:
+        """Whether it was. Waits for it: a recorder asks, in its writer's thread."""
+        return self._made()

@@ -138,6 +138,9 @@ def write_call(sink: Sink, item: Item) -> None:
     elif form == NO_RESULT:
         result = UNSET
     else:
+        was_made = getattr(result, "was_made", None)
+        if was_made is not None and not was_made():
+            return  # an urgent flush that was left to the device, which found it needless: nobody made it
         # An allocator may answer with a number that is still on its way from the device: it is waited for here, not on the engine's thread.
         result = int(result)
     sink.writer.append(
