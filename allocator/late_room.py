@@ -5,7 +5,7 @@ Two requests go on without the numbers.
 - The neighbour may have to be packed, which the exact sizes decide and only the device knows. If the request is certain to fit once it is
   packed, it fits either way: the flush is made *if the device finds the pages lacking*, rows of its plan being no moves otherwise, and the
   host has its answer before it knows which it was.
-- `alloc_with_virtual` cannot answer "no": its caller has looked at sizes before (SGLang's composites do), so it takes what it was promised,
+- `alloc_with_virtual` cannot answer "no": its caller has looked at sizes before (composites do), so it takes what it was promised,
   and a promise that does not hold is written to the error log.
 """
 

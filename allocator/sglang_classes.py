@@ -18,6 +18,7 @@ from allocator.band import Band
 from allocator.composites.accounting import band_violations
 from allocator.device_end import DeviceMultiEndedAllocator
 from allocator.device_middle import DeviceFloatMultiEndedAllocator
+from allocator.device_release import DeviceReleasingBand
 from allocator.end import MultiEndedAllocator
 from allocator.errors import ConfigurationError, PageAlignmentError
 from allocator.lookup import DEFAULT_STRATEGY, DEVICE_STRATEGY
@@ -152,37 +153,41 @@ class SglangFloatMultiEndedAllocator(FloatMultiEndedAllocator, SglangMultiEndedA
         return self.schedulable_available_size() if extra_gap_bytes else self.available_size()
 
 
-class SglangDeviceMultiEndedAllocator(SglangMultiEndedAllocator, DeviceMultiEndedAllocator):
-    """An END pool for SGLang, strategy ``device``.
+class _ExactInSglang(DeviceReleasingBand):
+    """Answers for whoever of SGLang's asks a sub-pool directly: its slot allocator, its cache components and its host tier.
 
-    Who asks it directly (SGLang's slot allocator, its cache components and its host tier) adds sizes up and compares them, so that these
-    are exact here: asked for while a flush's numbers are on their way they are waited for, which `blocking_reads` counts.
+    They add sizes up and compare them, and go on without window places that they are told are not there. So sizes are exact, and a lack of
+    room is told on the spot: asked while a flush's numbers are on their way, it is waited for if bounds do not answer, which
+    `blocking_reads` counts.
     """
+
+    def available_size(self) -> int:
+        self._settle_chain()
+        return super().available_size()
+
+    def schedulable_available_size(self) -> int:
+        self._settle_chain()
+        return super().schedulable_available_size()
+
+    def alloc_with_virtual(self, virtual_pages: torch.Tensor) -> None:
+        if not self._is_promised and virtual_pages.shape[0] * self.page_size > self._certain_size():
+            self._settle_chain()
+        super().alloc_with_virtual(virtual_pages)
+
+
+class SglangDeviceMultiEndedAllocator(_ExactInSglang, SglangMultiEndedAllocator, DeviceMultiEndedAllocator):
+    """An END pool for SGLang, strategy ``device``."""
 
     def prewarm_compaction(self) -> None:
         """What SGLang's pool does, and kvtape's own kernels."""
         DeviceMultiEndedAllocator.prewarm_compaction(self)
         super().prewarm_compaction()
 
-    def available_size(self) -> int:
-        self._settle_chain()
-        return super().available_size()
 
-    def schedulable_available_size(self) -> int:
-        self._settle_chain()
-        return super().schedulable_available_size()
-
-
-class SglangDeviceFloatMultiEndedAllocator(SglangFloatMultiEndedAllocator, DeviceFloatMultiEndedAllocator):
+class SglangDeviceFloatMultiEndedAllocator(
+    _ExactInSglang, SglangFloatMultiEndedAllocator, DeviceFloatMultiEndedAllocator
+):
     """A float for SGLang, strategy ``device``."""
-
-    def available_size(self) -> int:
-        self._settle_chain()
-        return super().available_size()
-
-    def schedulable_available_size(self) -> int:
-        self._settle_chain()
-        return super().schedulable_available_size()
 
 
 _ON_DEVICE: dict[type[MultiEndedAllocator], type[MultiEndedAllocator]] = {

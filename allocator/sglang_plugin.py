@@ -59,7 +59,7 @@ def install(chosen: str) -> None:
         )
         return
     log.info(
-        "kvtape: %s=%s: sub-pools of SGLang's unified memory pool (--enable-unified-memory) are allocated by kvtape",
+        "kvtape: %s=%s: SGLang's unified memory pool (--enable-unified-memory) is allocated by kvtape, sub-pools and composites",
         VARIABLE,
         chosen,
     )

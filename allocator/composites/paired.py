@@ -306,7 +306,8 @@ class UnifiedSWAAllocatorBase(WindowFrees):
             with self.full_attn_allocator.promised():
                 token_ids = alloc_full()
             if token_ids is not None and num_window_pages:
-                self.swa_attn_allocator.alloc_with_virtual(virtual_pages[num_pages - num_window_pages :])
+                with self.swa_attn_allocator.promised():
+                    self.swa_attn_allocator.alloc_with_virtual(virtual_pages[num_pages - num_window_pages :])
         return token_ids
 
     def _next_ids(self, count: int) -> torch.Tensor:

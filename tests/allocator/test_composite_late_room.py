@@ -199,23 +199,6 @@ def test_a_promise_of_a_composite_that_does_not_hold_is_told_later() -> None:
         full._errors.look(wait=True)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a promise nobody made is written to the error log, and freezes the buffer"
-)
-def test_window_places_that_are_not_there_are_refused_where_somebody_else_asks_for_them() -> None:
-    """SGLang's cache for LMCache (``mem_cache/storage/lmcache/lmcache_unified_radix_cache.py``, ``_allocate_external_slots``) takes full
-    pages and then window places for them, of the sub-pools; that the places are not there it catches, and gives the full pages back."""
-    pair, tokens = full_pair()
-    for made in pair.both:
-        made.free_swa(tokens[: PAGE - 1])
-        made.free_full_segment(tokens[:PAGE], start_pos=0)
-        taken = made.full_attn_allocator.alloc(2 * PAGE)
-        with pytest.raises(OutOfRoomError):
-            made.swa_attn_allocator.alloc_with_virtual(taken[::PAGE] // PAGE)
-        made.full_attn_allocator.free(taken)
-    assert pair.call("alloc", PAGE) is not None
-
-
 def test_a_fault_that_has_arrived_is_told_before_both_sides_are_packed() -> None:
     pair = flushed(INNER)
     full, swa = pair.late.full_attn_allocator, pair.late.swa_attn_allocator

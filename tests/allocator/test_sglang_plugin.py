@@ -20,7 +20,7 @@ from allocator import (
     sglang_plugin,
 )
 from allocator.device_end import DeviceMultiEndedAllocator
-from allocator.errors import ConfigurationError, PageAlignmentError
+from allocator.errors import ConfigurationError, OutOfRoomError, PageAlignmentError
 from allocator.flush_ops import TorchFlush
 from allocator.read_back import LateCount
 from allocator.sglang_classes import (
@@ -375,7 +375,7 @@ def test_accounts_that_do_not_add_up_are_found(direction: str, strategy: str) ->
         assert isinstance(made, SglangDeviceFloatMultiEndedAllocator) == (strategy == "device")
 
 
-def test_translation_is_sglangs_kernel_where_it_is() -> None:
+def test_translation_is_sglangs_kernel_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     made = pool()
     tokens = made.alloc(8)
     out = torch.full((12,), 7)
@@ -383,12 +383,10 @@ def test_translation_is_sglangs_kernel_where_it_is() -> None:
     assert made.translate_write_loc(tokens, out=out, out_width=10) is out
     assert out.tolist() == [*expected, 7, 7]
     asked = []
-    type(made).translate_token_ids = staticmethod(lambda **given: asked.append(given) or given["loc"])
-    try:
-        made.translate_kv_loc(tokens, out=out)
-        made.translate_write_loc(tokens)
-    finally:
-        del type(made).translate_token_ids
+    kernel = staticmethod(lambda **given: asked.append(given) or given["loc"])
+    monkeypatch.setattr(type(made), "translate_token_ids", kernel)
+    made.translate_kv_loc(tokens, out=out)
+    made.translate_write_loc(tokens)
     assert [given["out"] is out for given in asked] == [True, False]
     assert all(given["v2p"] is made.virtual_to_physical and given["page_size"] == 4 for given in asked)
 
@@ -415,6 +413,35 @@ def test_decode_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_strategy_device_knows_two_kinds_of_devices() -> None:
     with pytest.raises(ConfigurationError, match="cpu and cuda, not meta"):
         pool(device="meta", strategy="device")
+
+
+@pytest.mark.parametrize("is_promised", [False, True])
+def test_window_places_that_are_not_there_are_refused_at_once_where_nobody_promised_them(
+    is_promised: bool, sglang: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's cache for LMCache takes full pages and then window places for them, of the sub-pools; that the places are not there it
+    catches, and gives the full pages back (``lmcache_unified_radix_cache.py``, ``_allocate_external_slots``)."""
+    monkeypatch.setattr(SglangDeviceMultiEndedAllocator, "read_back_class", NeverReadBack)
+    sglang_plugin.put_in_place("device")
+    full, swa = two_ends(end_class=sglang.MultiEndedAllocator, strategy="device", page_size=4)
+    full.alloc(40)
+    window = swa.alloc(swa.available_size())
+    swa.free(window[:5])  # of two pages, which nobody has counted yet
+    swa.alloc_with_virtual(torch.tensor([28]))
+    assert swa.blocking_reads == 0 and not swa._is_settled
+    too_many = torch.tensor([29, 30])
+    if is_promised:
+        with swa.promised():
+            swa.alloc_with_virtual(too_many)
+        assert swa.blocking_reads == 0
+        with pytest.raises(OutOfRoomError):
+            swa._errors.look(wait=True)
+        return
+    with pytest.raises(OutOfRoomError):
+        swa.alloc_with_virtual(too_many)
+    assert swa.blocking_reads > 0
+    swa.alloc_with_virtual(too_many[:1])
+    swa._errors.look(wait=True)
 
 
 def test_a_late_count_is_taken_where_a_number_is() -> None:
