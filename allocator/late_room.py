@@ -80,10 +80,11 @@ class LateRoom(LateFlush):
         registers = self._unsettle_registers()
         if self.grow_direction == "up":
             gap = self._low_frontier_above_on_device() - registers.mark * self.entry_bytes_per_page
+            room = self.num_pages - registers.mark
         else:
             own_low = (registers.mark + 1) * self.entry_bytes_per_page
             gap = own_low - self._high_frontier_below_on_device()
-        room = self._index_room_on_device()
+            room = registers.mark + (1 - self.min_page_index)
         by_bytes = torch.div(gap.clamp(min=0), self.entry_bytes_per_page, rounding_mode="floor")
         return torch.minimum(by_bytes, room) + registers.count < num_pages
 
@@ -106,34 +107,28 @@ class LateRoom(LateFlush):
 
     def pack_both_if_lacking(self, num_pages: int, other: LateRoom, num_other_pages: int) -> bool:
         """Pack this pool and the one at the other end if the device finds that so many pages of the two cannot be taken together as
-        everything lies. Only where both may move their pages, and it is known that so many fit once they are packed.
+        everything lies. Only where both may move their pages, and it is known that so many fit once they are packed, ids included.
 
         Returns:
-            Whether that could be left to the device. If not nothing has happened: all is known, or ids may be lacking.
+            Whether that was left to the device. If not nothing has happened: all is known.
         """
-        if self._read_back.immediate or self._poll_chain() or self._may_lack_ids(num_pages):
+        if self._poll_chain():
             return False
-        self._look_for_errors()
         lacks = self._lacks_together(num_pages, other, num_other_pages)
         self._flush_if(lacks)
         other._flush_if(lacks)
         return True
 
     def _lacks_together(self, num_pages: int, other: LateRoom, num_other_pages: int) -> torch.Tensor:
-        """Whether so many pages of both are more than can be taken as everything lies, out of the one gap between them: bool ``[]``."""
+        """Whether so many pages of both are more than can be taken as everything lies, out of the one gap between them: bool ``[]``. Bytes
+        are all that counts: neither pool has fewer pages of its own than there is room for in the gap."""
         low, high = (self, other) if self.grow_direction == "up" else (other, self)
         gap = high._byte_low_frontier_on_device() - low._byte_high_frontier_on_device()
-        lacks = torch.zeros((), dtype=torch.bool, device=self.device)
-        for pool, pages in ((self, num_pages), (other, num_other_pages)):
-            registers = pool._unsettle_registers()
-            beyond = (pages - registers.count).clamp(min=0)
-            lacks = lacks | (beyond > pool._index_room_on_device())
-            gap = gap - beyond * pool.entry_bytes_per_page
-        return lacks | (gap < 0)
-
-    def _index_room_on_device(self) -> torch.Tensor:
-        mark = self._unsettle_registers().mark
-        return self.num_pages - mark if self.grow_direction == "up" else mark + (1 - self.min_page_index)
+        need, other_need = (
+            (pages - pool._unsettle_registers().count).clamp(min=0) * pool.entry_bytes_per_page
+            for pool, pages in ((self, num_pages), (other, num_other_pages))
+        )
+        return need + other_need > gap
 
     def _flush_if(self, condition: torch.Tensor) -> None:
         """`flush_for_allocation` if ``condition`` (bool ``[]``) holds; only of a pool that may move its pages."""

@@ -51,7 +51,7 @@ def composites_in_place() -> Iterator[tuple[type[Any], type[Any]]]:
 
 def _joined(ours: type[Composite], theirs: type[Any], module: ModuleType) -> type[Any]:
     first = _PairedInSglang if issubclass(ours, WindowFrees) else _InSglang
-    body: dict[str, Any] = {"__module__": __name__, "__doc__": ours.__doc__, "_theirs": theirs}
+    body: dict[str, Any] = {"__doc__": ours.__doc__, "_theirs": theirs}
     must_agree = getattr(module, "rank_consensus", None)
     if must_agree is not None:
         # Ranks check each other's calls if SGLang is told to (SGLANG_ENABLE_RANK_CONSENSUS_CHECKER): this one, as in SGLang's class.

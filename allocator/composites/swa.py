@@ -108,9 +108,9 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
         if self._fits_as_it_lies(*pages):
             return True
         # On bounds alone, where sizes come late, nothing is flushed, and nothing is refused that might fit packed.
-        may_pack = self.lazy_compaction and self._compaction_allowed()
-        if may_pack and self._knows_live() and not self._fits_page_demand(*pages, compacted=True):
+        if self._knows_live() and not self._fits_page_demand(*pages, compacted=True):
             return False
+        may_pack = self._compaction_allowed()  # of an eager pool there is nothing to pack
         if may_pack and self._packs_if_lacking(*pages):
             return True
         self._settle()
@@ -120,7 +120,6 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
             return False
         for pool in self._move_gate_targets():
             pool.flush_for_allocation()
-        self._settle()
         return self._fits_as_it_lies(*pages)
 
     def _packs_if_lacking(self, full_pages: int, swa_pages: int) -> bool:
@@ -171,8 +170,6 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
         # that counts, and mostly the host knows how many there are.
         if not (compacted and self._knows_live()):
             self._settle()
-            if fits(0, 0):
-                return 0, 0
         full_most, swa_most = (
             min(pool.allocated_count(), max(0, int(evictable))) // self.page_size
             for pool, evictable in (
@@ -206,7 +203,7 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
             return False
         if require_token_slack and (full_tokens >= self.size_full or swa_tokens >= self.size_swa):
             return False
-        if not empty_pool and self.lazy_compaction and self._compaction_allowed():
+        if self._compaction_allowed():
             # Bounds are enough for a yes: more pages of an unknown number being live only takes room away.
             self._poll()
             if self._fits_page_demand(

@@ -62,6 +62,16 @@ class Pair:
             made.set_latest_forward_done_event(event)
             made.set_inflight_forward(event, written)
 
+    def arrive(self) -> None:
+        """All numbers that were sent are there."""
+        for pool in pools_of(self.late).values():
+            pool._read_back.arrived = pool._read_back.posted
+
+    @property
+    def posted(self) -> list[int]:
+        """Numbers that the pools have sent."""
+        return [pool._read_back.posted for pool in pools_of(self.late).values()]
+
     def shut(self) -> None:
         for made in self.both:
             made.set_disagg_move_gate(lambda: False)
@@ -121,6 +131,49 @@ def test_sides_of_different_size_are_judged_together_on_the_device() -> None:
         assert pair.same(), (full_pages, swa_pages)
 
 
+def tokens_at(made: Any, first: int, last: int | None = None) -> torch.Tensor:
+    """Of the full pool's physical pages from ``first`` through ``last``."""
+    pages = made.full_attn_allocator.physical_to_virtual[first : (last or first) + 1]
+    assert (pages > 0).all()
+    return (pages[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
+
+
+def test_holes_are_filled_where_the_device_finds_that_nothing_has_to_be_packed() -> None:
+    pair = flushed(OUTER)
+    for made in pair.both:
+        made.free_segment(tokens_at(made, 160), start_pos=0)
+    assert len(pair.late.full_attn_allocator.holes) == len(pair.plain.full_attn_allocator.holes) == 1
+    taken, waits = pair.ask("alloc", 4 * PAGE)
+    assert taken is not None and waits == 0 and not pair.is_settled
+    assert pair.plain.full_attn_allocator.virtual_to_physical[taken[::PAGE] // PAGE].tolist()[0] == 160
+    assert pair.same()
+
+
+def test_the_device_judges_both_sides_as_the_host_would() -> None:
+    """Holes on both sides, more of them on one, and a gap that the host does not know of."""
+    pair = flushed(OUTER)
+    plain, (full, swa) = pair.plain, pair.late._move_gate_targets()
+    for made in pair.both:
+        made.free_swa_segment(tokens_at(made, 161, 163), start_pos=0)
+        made.free_segment(tokens_at(made, 160), start_pos=0)
+    judged = set()
+    for full_pages in range(16):
+        for swa_pages in range(10):
+            lacks = not plain._fits_as_it_lies(full_pages, swa_pages)
+            judged.add(lacks)
+            assert bool(full._lacks_together(full_pages, swa, swa_pages)) == lacks, (full_pages, swa_pages)
+            assert bool(swa._lacks_together(swa_pages, full, full_pages)) == lacks, (full_pages, swa_pages)
+    assert judged == {True, False}
+
+
+def test_nothing_is_left_to_the_device_where_all_is_known() -> None:
+    pair = flushed(INNER)
+    pair.arrive()
+    found, waits = pair.ask("ensure_capacity", 3 * PAGE, 3 * PAGE)
+    assert found and waits == 0
+    assert pair.is_settled and pair.same()
+
+
 def test_what_can_never_fit_is_refused_at_once() -> None:
     pair = flushed(INNER)
     wanted = 4 * PAGE
@@ -146,6 +199,22 @@ def test_what_may_not_fit_is_waited_for_where_live_pages_are_not_counted_yet() -
     assert pair.same()
 
 
+def test_numbers_that_have_arrived_are_taken_in_first() -> None:
+    """How many pages a free of tokens gave back, but not what a flush after it did: live pages are known, and nothing else is."""
+    pair, tokens = full_pair()
+    late = pools_of(pair.late).values()
+    for made in pair.both:
+        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
+    counted = [pool._read_back.posted for pool in late]
+    for made in pair.both:
+        made.flush_opportunistic()
+    for pool, posted in zip(late, counted, strict=True):
+        pool._read_back.arrived = posted
+    found, waits = pair.ask("ensure_capacity", 5 * PAGE, 5 * PAGE)
+    assert not found and waits == 0
+    assert not pair.is_settled and pair.same()
+
+
 def test_what_fits_for_certain_is_not_waited_for_though_live_pages_are_not_counted() -> None:
     pair, tokens = full_pair()
     for made in pair.both:
@@ -156,8 +225,10 @@ def test_what_fits_for_certain_is_not_waited_for_though_live_pages_are_not_count
         ("ensure_capacity", 2 * PAGE, 2 * PAGE),
         ("alloc", 2 * PAGE),
     ):
+        posted = pair.posted
         found, waits = pair.ask(*question)
         assert found is not False and found is not None and waits == 0, question
+        assert pair.posted == posted, question  # nothing is left to the device
     assert not pair.is_settled and pair.same()
 
 
@@ -189,6 +260,25 @@ def test_behind_a_shut_gate_nothing_is_packed_and_the_host_waits() -> None:
     assert composite_state(pair.plain) == before and pair.same()
 
 
+@pytest.mark.parametrize("shut", ["full_attn_allocator", "swa_attn_allocator"])
+def test_behind_the_gate_of_one_side_neither_is_packed(shut: str) -> None:
+    pair = flushed(INNER)
+    for made in pair.both:
+        getattr(made, shut).disagg_move_gate = lambda: False
+    before = composite_state(pair.plain)
+    found, _ = pair.ask("ensure_capacity", 3 * PAGE, 3 * PAGE)
+    assert not found
+    assert composite_state(pair.plain) == before and pair.same()
+
+
+def test_nor_is_what_would_not_fit_packed_waited_for_behind_a_shut_gate() -> None:
+    pair = flushed(INNER)
+    pair.shut()
+    found, waits = pair.ask("ensure_capacity", 4 * PAGE, 4 * PAGE)
+    assert not found and waits == 0
+    assert not pair.is_settled and pair.same()
+
+
 def test_a_promise_of_a_composite_that_does_not_hold_is_told_later() -> None:
     """The full pool is promised what its composite was told is there; the device looks."""
     pair = flushed(INNER)
@@ -199,15 +289,21 @@ def test_a_promise_of_a_composite_that_does_not_hold_is_told_later() -> None:
         full._errors.look(wait=True)
 
 
-def test_a_fault_that_has_arrived_is_told_before_both_sides_are_packed() -> None:
+@pytest.mark.parametrize("call", ["pack both", "take what was promised"])
+def test_a_fault_that_has_arrived_is_told_before_both_sides_are_packed(call: str) -> None:
     pair = flushed(INNER)
     full, swa = pair.late.full_attn_allocator, pair.late.swa_attn_allocator
     free_already = int((full.virtual_to_physical[1 : full.num_virtual_ids] < 0).nonzero()[0]) + 1
     full.free_segment(torch.arange(free_already * PAGE, free_already * PAGE + PAGE), start_pos=0)
-    full._read_back.arrived = 1 << 30  # also what is sent from here on
+    full._read_back.arrived = full._read_back.posted
+    full._look_for_errors()  # sends it: one is under way at a time
+    full._read_back.arrived = full._read_back.posted
     before = [pool.physical_to_virtual.tolist() for pool in (full, swa)]
-    with pytest.raises(NotAllocatedError):
-        full.pack_both_if_lacking(3, swa, 3)
+    with pytest.raises(NotAllocatedError), full.promised():
+        if call == "pack both":
+            full.pack_both_if_lacking(3, swa, 3)
+        else:
+            full.alloc(PAGE)
     assert [pool.physical_to_virtual.tolist() for pool in (full, swa)] == before
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from allocator import MHASubPoolSpec, UnifiedKVPool, kv_store_for
 from allocator.errors import NotAllocatedError, OutOfRoomError
 from replayer.ledger import SyncLedger
 from tests.allocator.delayed import NeverEnd
@@ -99,6 +101,18 @@ def test_the_device_finds_out_whether_the_neighbour_has_to_be_packed(freed: tupl
     expected = plain_full.alloc(wanted)
     assert taken is not None and expected is not None and taken.tolist() == expected.tolist()
     assert not plain_swa._pending and pair.same()
+
+
+def test_what_is_certain_to_be_there_is_not_left_to_the_device() -> None:
+    pair = Pair()
+    free_swa_pages(pair, 2, 3)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    swa: Any = pair.late[1]
+    posted = swa._read_back.posted
+    pair.full("alloc", pair.late[0].available_size())
+    assert swa._read_back.posted == posted
+    assert pair.waits == 0 and pair.same()
 
 
 @pytest.mark.parametrize("is_settled", [True, False], ids=["settled", "late itself"])
@@ -269,6 +283,26 @@ def test_pages_that_were_promised_are_taken_without_a_wait() -> None:
         pools[1].alloc_with_virtual(ids)
     assert pair.waits == 0
     assert pair.same()
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_the_padding_page_is_none_that_could_have_been_promised(too_many: int) -> None:
+    """With the buffer for itself, a pool that grows down has bytes for it."""
+    spec = MHASubPoolSpec(
+        name="full", layer_num=1, grow_direction="down", head_num=1, head_dim=16, store_dtype=torch.float16
+    )
+    buffer = UnifiedKVPool(total_bytes=64 * 64, sub_pool_specs=[spec], device="cpu", page_size=PAGE)
+    pool: Any = NeverEnd(
+        kvcache=kv_store_for(buffer, "full"), unified_buffer=buffer, sub_pool_name="full", device="cpu", is_id_owner=False,
+        virtual_num_pages=20, page_size=PAGE, lazy_compaction=True, strategy="device",
+    )  # fmt: skip
+    pool.alloc_with_virtual(torch.arange(1, 16))
+    pool.free(pages(5, 6)[1:-1])
+    assert not pool._is_settled and pool.available_size() == PAGE
+    pool.alloc_with_virtual(torch.arange(16, 18 + too_many))
+    with pytest.raises(OutOfRoomError) if too_many else nullcontext():
+        pool._errors.look(wait=True)
+    assert pool.physical_to_virtual[0] == 0 and pool.virtual_to_physical[18] == -1
 
 
 def test_a_promise_that_does_not_hold_is_told_later() -> None:

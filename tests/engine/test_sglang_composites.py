@@ -77,6 +77,7 @@ def test_each_is_kvtapes_and_sglangs() -> None:
     made = in_place(LAYOUTS[0], 4)
     assert isinstance(made, allocator.UnifiedSWATokenToKVPoolAllocator) and isinstance(made, theirs[WINDOW])
     assert type(made) is importlib.import_module(WINDOW).UnifiedSWATokenToKVPoolAllocator
+    assert type(made).__doc__ == allocator.UnifiedSWATokenToKVPoolAllocator.__doc__
     made = composite(LAYOUTS[1], 4, lazy=True)
     assert isinstance(made, allocator.UnifiedMambaTokenToKVPoolAllocator) and isinstance(made, theirs[STATES])
     assert made.strategy == "device" and made.get_kvcache() is made._kvcache
@@ -286,9 +287,12 @@ def test_ranks_compare_what_they_ask_of_a_cache(monkeypatch: pytest.MonkeyPatch)
 
     def consensus(*, same_params: list[str], same_results: bool) -> Any:
         assert same_results
-        return lambda function: seen.append((function.__qualname__, same_params)) or function
+        return lambda function: seen.append((function.__qualname__, same_params)) or checked
+
+    def checked() -> None: ...
 
     monkeypatch.setattr(importlib.import_module(WINDOW), "rank_consensus", consensus)
-    list(composites_in_place())
+    joined = [ours for _, ours in composites_in_place()]
+    assert [ours.evict_to_free_tokens is checked for ours in joined] == [True, True, False]
     assert [names for _, names in seen] == [["num_tokens", "swa_num_tokens"], ["num_tokens"]]
     assert all(name.endswith("evict_to_free_tokens") for name, _ in seen)
