@@ -167,8 +167,8 @@ class UnifiedSWATokenToKVPoolAllocator(PlannedReclaim):
         if empty_pool:
             return None
         # On bounds alone, where sizes come late, nothing is refused and nothing is given up. With everything packed live pages are all
-        # that counts, and mostly the host knows how many there are.
-        if not (compacted and self._knows_live()):
+        # that counts: `allocated_count` waits for those that are not known, and mostly they are.
+        if not compacted:
             self._settle()
         full_most, swa_most = (
             min(pool.allocated_count(), max(0, int(evictable))) // self.page_size

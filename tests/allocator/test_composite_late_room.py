@@ -62,10 +62,10 @@ class Pair:
             made.set_latest_forward_done_event(event)
             made.set_inflight_forward(event, written)
 
-    def arrive(self) -> None:
-        """All numbers that were sent are there."""
-        for pool in pools_of(self.late).values():
-            pool._read_back.arrived = pool._read_back.posted
+    def arrive(self, posted: list[int] | None = None) -> None:
+        """All numbers that were sent are there, or those that were by then."""
+        for pool, count in zip(pools_of(self.late).values(), posted or self.posted, strict=True):
+            pool._read_back.arrived = count
 
     @property
     def posted(self) -> list[int]:
@@ -149,6 +149,19 @@ def test_holes_are_filled_where_the_device_finds_that_nothing_has_to_be_packed()
     assert pair.same()
 
 
+def test_the_device_is_told_which_side_needs_how_much() -> None:
+    """There is room for more pages of the full side than there would be for as many of the window side, which are larger."""
+    pair = flushed(OUTER)
+    for made in pair.both:
+        made.free_segment(tokens_at(made, 160), start_pos=0)
+    for question in ("ensure_capacity", "alloc"):
+        found, waits = pair.ask(
+            *((question, 8 * PAGE, PAGE) if question == "ensure_capacity" else (question, PAGE))
+        )
+        assert found is not None and found is not False and waits == 0
+    assert pair.same()
+
+
 def test_the_device_judges_both_sides_as_the_host_would() -> None:
     """Holes on both sides, more of them on one, and a gap that the host does not know of."""
     pair = flushed(OUTER)
@@ -199,20 +212,35 @@ def test_what_may_not_fit_is_waited_for_where_live_pages_are_not_counted_yet() -
     assert pair.same()
 
 
-def test_numbers_that_have_arrived_are_taken_in_first() -> None:
+@pytest.mark.parametrize("question", ["ensure_capacity", "reclaim_plan"])
+def test_numbers_that_have_arrived_are_taken_in_first(question: str) -> None:
     """How many pages a free of tokens gave back, but not what a flush after it did: live pages are known, and nothing else is."""
     pair, tokens = full_pair()
-    late = pools_of(pair.late).values()
     for made in pair.both:
         made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
-    counted = [pool._read_back.posted for pool in late]
+    counted = pair.posted
     for made in pair.both:
         made.flush_opportunistic()
-    for pool, posted in zip(late, counted, strict=True):
-        pool._read_back.arrived = posted
-    found, waits = pair.ask("ensure_capacity", 5 * PAGE, 5 * PAGE)
+    pair.arrive(counted)
+    found, waits = pair.ask(question, 5 * PAGE, 5 * PAGE)
     assert not found and waits == 0
     assert not pair.is_settled and pair.same()
+
+
+def test_so_they_are_where_it_is_still_open_how_many_pages_are_live() -> None:
+    pair, tokens = full_pair()
+    for made in pair.both:
+        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
+    counted = pair.posted
+    for made in pair.both:
+        made.free(tokens[1 : 2 * PAGE - 1])
+    pair.arrive(counted)
+    evictable = {"full_evictable_tokens": PAGE, "swa_evictable_tokens": PAGE}
+    found, waits = pair.ask("can_reserve", 5 * PAGE, 5 * PAGE, **evictable)
+    assert found and waits == 0
+    found, waits = pair.ask("can_reserve", 8 * PAGE, 8 * PAGE, **evictable)
+    assert not found and waits > 0
+    assert pair.same()
 
 
 def test_what_fits_for_certain_is_not_waited_for_though_live_pages_are_not_counted() -> None:
@@ -258,6 +286,14 @@ def test_behind_a_shut_gate_nothing_is_packed_and_the_host_waits() -> None:
     found, waits = pair.ask("ensure_capacity", 3 * PAGE, 3 * PAGE)
     assert not found and waits > 0
     assert composite_state(pair.plain) == before and pair.same()
+
+
+def test_what_has_to_go_behind_a_shut_gate_is_worked_out_from_what_is_there() -> None:
+    """Live pages are known, and what a flush has made of the holes is not."""
+    pair = flushed(OUTER)
+    pair.shut()
+    found, waits = pair.ask("reclaim_plan", 3 * PAGE, 3 * PAGE)
+    assert found == (0, 0) and waits > 0
 
 
 @pytest.mark.parametrize("shut", ["full_attn_allocator", "swa_attn_allocator"])
