@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -68,6 +70,28 @@ def test_what_a_flush_would_give_comes_and_goes_with_the_gate(strategy: str) -> 
     assert made.schedulable_full_available_size() == opened
     assert made.alloc(wanted) is not None
     check(made)
+
+
+def test_what_can_be_reserved_is_what_there_is_a_plan_for() -> None:
+    made = make(ENDS)
+    lay(made, made.available_size())
+    amounts = (0, 1, 8, 9, 12)
+    answers = set()
+    for full, swa in product(amounts, amounts):
+        for gone in product((0, 4, 7, 8, 12), repeat=2):
+            evictable = dict(zip(("full_evictable_tokens", "swa_evictable_tokens"), gone, strict=True))
+            answer = made.can_reserve(full, swa, **evictable)
+            assert answer == (made.reclaim_plan(full, swa, **evictable) is not None), (full, swa, gone)
+            answers.add(answer)
+    assert answers == {True, False}
+
+
+def test_a_decode_step_is_judged_in_whole_pages() -> None:
+    for layout in (ENDS, THREE):
+        made = make(layout)
+        lay(made, made.available_size() - made.page_size)
+        assert made.check_decode_capacity(num_tokens=made.page_size, tree_cache=None)
+        assert not made.check_decode_capacity(num_tokens=made.page_size + 1, tree_cache=None)
 
 
 def test_a_hopeless_request_moves_nothing() -> None:

@@ -207,6 +207,8 @@ def test_what_may_not_fit_is_waited_for_where_live_pages_are_not_counted_yet() -
     pair, tokens = full_pair()
     for made in pair.both:
         made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
+    found, waits = pair.ask("prealloc_ceiling_fits", 1000 * PAGE, PAGE)
+    assert not found and waits == 0  # whatever is live
     found, waits = pair.ask("ensure_capacity", 5 * PAGE, 5 * PAGE)
     assert not found and waits > 0
     assert pair.same()
@@ -227,7 +229,20 @@ def test_numbers_that_have_arrived_are_taken_in_first(question: str) -> None:
     assert not pair.is_settled and pair.same()
 
 
-def test_so_they_are_where_it_is_still_open_how_many_pages_are_live() -> None:
+EVICTABLE = {"full_evictable_tokens": PAGE, "swa_evictable_tokens": PAGE}
+
+
+@pytest.mark.parametrize(
+    ("question", "keywords"),
+    [
+        ("can_reserve", {"full_tokens": 5 * PAGE, "swa_tokens": 5 * PAGE, **EVICTABLE}),
+        ("check_decode_capacity", {"num_tokens": 4 * PAGE, "tree_cache": None}),
+    ],
+    ids=["can_reserve", "check_decode_capacity"],
+)
+def test_so_they_are_where_it_is_still_open_how_many_pages_are_live(
+    question: str, keywords: dict[str, Any]
+) -> None:
     pair, tokens = full_pair()
     for made in pair.both:
         made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
@@ -235,10 +250,9 @@ def test_so_they_are_where_it_is_still_open_how_many_pages_are_live() -> None:
     for made in pair.both:
         made.free(tokens[1 : 2 * PAGE - 1])
     pair.arrive(counted)
-    evictable = {"full_evictable_tokens": PAGE, "swa_evictable_tokens": PAGE}
-    found, waits = pair.ask("can_reserve", 5 * PAGE, 5 * PAGE, **evictable)
+    found, waits = pair.ask(question, **keywords)
     assert found and waits == 0
-    found, waits = pair.ask("can_reserve", 8 * PAGE, 8 * PAGE, **evictable)
+    found, waits = pair.ask("can_reserve", 8 * PAGE, 8 * PAGE, **EVICTABLE)
     assert not found and waits > 0
     assert pair.same()
 
@@ -401,6 +415,17 @@ def test_what_was_made_sure_of_is_not_asked_for_again() -> None:
     assert pair.same()
 
 
+def test_a_decode_step_without_a_new_page_is_not_looked_at() -> None:
+    """Bounds of the two sides may overlap, and no number of pages fits between them then."""
+    pair = flushed(INNER)
+    pair.ask("alloc", 3 * PAGE)
+    assert not pair.late._fits_as_it_lies(0, 0)
+    found, waits = pair.ask("check_decode_capacity", num_tokens=0, tree_cache=None)
+    assert found and waits == 0
+    found, waits = pair.ask("check_decode_capacity", num_tokens=1, tree_cache=None)
+    assert not found and waits > 0
+
+
 @pytest.mark.parametrize("late", ["never", "slow"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_as_much_is_asked_of_a_cache_where_numbers_come_late(layout: str, late: str) -> None:
@@ -414,6 +439,22 @@ def test_as_much_is_asked_of_a_cache_where_numbers_come_late(layout: str, late: 
             assert (other.sizes(), other.places()) == (plain.sizes(), plain.places()), number
     assert other.cache.asked == plain.cache.asked
     assert len(plain.cache.asked) >= 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nor_are_those_of_which_that_has_just_arrived(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(layout)
+    tokens = pair.call("alloc", 8 * PAGE)
+    for made in pair.both:
+        made.free(tokens[-2 * PAGE + 1 : -1])
+        made.flush_opportunistic()
+        made.flush_opportunistic()  # what the first one vacated
+    assert not pair.is_settled
+    pair.arrive()
+    for pool in pools_of(pair.late).values():
+        monkeypatch.setattr(pool, "flush_opportunistic", None)
+    assert pair.late.flush_opportunistic() == 0
+    assert pair.is_settled and pair.same()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

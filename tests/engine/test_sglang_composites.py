@@ -259,6 +259,21 @@ def test_what_ours_do_not_have_is_sglangs() -> None:
     assert budget == type(theirs.create_prefill_budget(cache)).__name__ == "SharedSWAPrefillBudget"
 
 
+def test_what_a_scheduler_hands_over_passes_through_sglangs_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorder watches it there, and does not know of ours."""
+    theirs = type(composite(LAYOUTS[0], 4, lazy=True))
+    seen: list[tuple[Any, ...]] = []
+    for name in ("set_latest_forward_done_event", "set_inflight_forward"):
+        monkeypatch.setattr(theirs, name, lambda *given, name=name: seen.append((name, *given)))
+    made, event, tokens = in_place(LAYOUTS[0], 4), object(), torch.arange(4)
+    made.set_latest_forward_done_event(event)
+    made.set_inflight_forward(event, tokens)
+    assert seen == [
+        ("set_latest_forward_done_event", made, event),
+        ("set_inflight_forward", made, event, tokens),
+    ]
+
+
 def test_size_and_groups_are_set_by_sglangs_constructor_alone() -> None:
     made = in_place(LAYOUTS[0], 4)
     size = made.size
