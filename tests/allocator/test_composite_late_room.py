@@ -26,9 +26,10 @@ PAGE = 4
 class Pair:
     """A composite with numbers that never come, and one with strategy `batched`: the same calls on both."""
 
-    def __init__(self, layout: str = ENDS) -> None:
+    def __init__(self, layout: str = ENDS, **settings: Any) -> None:
         late = {"end_class": NeverEnd} | ({"float_class": NeverFloat} if layout == THREE else {})
-        self.late, self.plain = make(layout, PAGE, strategy="device", **late), make(layout, PAGE)
+        self.late = make(layout, PAGE, strategy="device", **late, **settings)
+        self.plain = make(layout, PAGE, **settings)
         self.both = (self.late, self.plain)
         self.ledger = SyncLedger("cpu")
 
@@ -84,17 +85,17 @@ class Pair:
         return composite_state(self.late) == composite_state(self.plain)
 
 
-def full_pair() -> tuple[Pair, torch.Tensor]:
+def full_pair(**settings: Any) -> tuple[Pair, torch.Tensor]:
     """Two ends with no room left, filled page by page, so that the last ones are next to both watermarks; and a forward that runs."""
-    pair = Pair()
+    pair = Pair(**settings)
     taken = [pair.call("alloc", PAGE) for _ in range(pair.plain.available_size() // PAGE)]
     pair.forward()
     return pair, torch.cat(taken)
 
 
-def flushed(pages: slice) -> Pair:
+def flushed(pages: slice, **settings: Any) -> Pair:
     """`full_pair` after pages have been freed, by segment, and a flush that was not urgent: what moved waits for the forward."""
-    pair, tokens = full_pair()
+    pair, tokens = full_pair(**settings)
     for made in pair.both:
         made.free_segment(tokens.reshape(-1, PAGE)[pages].reshape(-1), start_pos=0)
         made.flush_opportunistic()
@@ -105,10 +106,13 @@ def flushed(pages: slice) -> Pair:
 INNER, OUTER = slice(2, 5), slice(-3, None)
 
 
+@pytest.mark.parametrize("layers", [(1, 3), (3, 1)], ids=["window pages larger", "full pages larger"])
 @pytest.mark.parametrize("question", ["alloc", "ensure_capacity"])
 @pytest.mark.parametrize("freed", [INNER, OUTER], ids=["there once they are packed", "there as they lie"])
-def test_the_device_finds_out_whether_both_sides_have_to_be_packed(freed: slice, question: str) -> None:
-    pair = flushed(freed)
+def test_the_device_finds_out_whether_both_sides_have_to_be_packed(
+    freed: slice, question: str, layers: tuple[int, int]
+) -> None:
+    pair = flushed(freed, layers=layers)
     wanted = 3 * PAGE
     is_there = wanted <= pair.plain.available_size()
     assert is_there == (freed == OUTER)
@@ -413,6 +417,13 @@ def test_what_was_made_sure_of_is_not_asked_for_again() -> None:
         assert made.check_decode_capacity(num_tokens=3 * PAGE, tree_cache=Cache())
     assert sum(pool.blocking_reads for pool in pools_of(pair.late).values()) == waited
     assert pair.same()
+
+
+def test_what_is_not_certain_is_waited_for_where_there_is_no_cache_to_ask() -> None:
+    for pages, is_there in ((3, True), (4, False)):
+        pair = flushed(OUTER)
+        found, waits = pair.ask("check_decode_capacity", num_tokens=pages * PAGE, tree_cache=None)
+        assert found == is_there and waits > 0
 
 
 def test_a_decode_step_without_a_new_page_is_not_looked_at() -> None:

@@ -53,10 +53,16 @@ def sglang_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     remove_cpu_stand_ins()
 
 
-def set_up_server(monkeypatch: pytest.MonkeyPatch, *, role: str = "null", storage: str | None = None) -> None:
+def set_up_server(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    role: str = "null",
+    host_tier: bool = False,
+    storage: str | None = None,
+) -> None:
     """SGLang's composite of two sides reads a server's settings, and there is no server."""
     window = importlib.import_module(WINDOW)
-    memory = SimpleNamespace(enable_hierarchical_cache=storage is not None, hicache_storage_backend=storage)
+    memory = SimpleNamespace(enable_hierarchical_cache=host_tier, hicache_storage_backend=storage)
     monkeypatch.setattr(window, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=role))
     monkeypatch.setattr(window, "get_memory", lambda: memory)
 
@@ -151,14 +157,21 @@ def test_as_much_is_asked_of_a_cache(
 
 
 @pytest.mark.parametrize(
-    ("role", "storage", "spares_full"),
-    [("null", None, False), ("prefill", None, False), ("decode", None, True), ("null", "file", True)],
+    ("role", "host_tier", "storage", "spares_full"),
+    [
+        ("null", False, None, False),
+        ("prefill", False, None, False),
+        ("decode", False, None, True),
+        ("null", True, "file", True),
+        ("null", True, None, False),
+        ("null", False, "file", False),
+    ],
 )
 def test_the_side_that_is_spared_is_the_servers_choice(
-    role: str, storage: str | None, spares_full: bool, monkeypatch: pytest.MonkeyPatch
+    role: str, host_tier: bool, storage: str | None, spares_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = in_place(LAYOUTS[0], 4)
-    set_up_server(monkeypatch, role=role, storage=storage)
+    set_up_server(monkeypatch, role=role, host_tier=host_tier, storage=storage)
     assert made.prefer_swa_reclaim == spares_full
 
 
