@@ -94,6 +94,16 @@ def test_a_decode_step_is_judged_in_whole_pages() -> None:
         assert not made.check_decode_capacity(num_tokens=made.page_size + 1, tree_cache=None)
 
 
+def test_a_decode_step_takes_pages_of_both_sides() -> None:
+    made = make(ENDS)
+    tokens = lay(made, made.available_size())
+    made.free_swa_segment(tokens[4 * made.page_size : 9 * made.page_size], start_pos=0)
+    there = made.available_size()
+    assert there < 5 * made.page_size
+    assert made.check_decode_capacity(num_tokens=there, tree_cache=None)
+    assert not made.check_decode_capacity(num_tokens=there + 1, tree_cache=None)
+
+
 def test_a_hopeless_request_moves_nothing() -> None:
     """No flush for a request that none could help."""
     made = make(ENDS)
