@@ -140,11 +140,7 @@ class UnifiedMambaTokenToKVPoolAllocator(StateDonor, Composite):
         if target_size <= self.mamba_allocator._certain_size():
             return
         self._settle()
-        if (
-            self.mamba_allocator.available_size()
-            < target_size
-            <= self.mamba_allocator.schedulable_available_size()
-        ):
+        if target_size <= self.mamba_allocator.schedulable_available_size():
             self.mamba_allocator.make_sure_of(target_size)
 
     # -- alloc: of the full pool

@@ -1,109 +1,18 @@
-"""What a composite answers while numbers are on their way from the device: from what is certain, and where that is not enough for a yes or
-a no, by leaving it to the device whether two sides have to be packed. Answers and places are those of strategy `batched`."""
+"""What a composite of two sides answers while numbers are on their way from the device: from what is certain, and where that is not enough
+for a yes or a no, by leaving it to the device whether the sides have to be packed. Answers and places are those of strategy `batched`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from allocator.errors import NotAllocatedError, OutOfRoomError
-from replayer.ledger import SyncLedger
-from tests.allocator.cached_program import CachedProgram
-from tests.allocator.composite_program import our_composite
-from tests.allocator.composite_state import composite_state, pools_of
-from tests.allocator.delayed import NeverEnd, NeverFloat, SlowEnd, SlowFloat
-from tests.allocator.small_composites import ENDS, STATES, THREE, make
-from tests.engine.composites import LAYOUTS, Event
+from tests.allocator.composite_state import composite_state
+from tests.allocator.late_pair import INNER, OUTER, PAGE, flushed, full_pair, tokens_at
 
 pytestmark = pytest.mark.cpu
-
-PAGE = 4
-
-
-class Pair:
-    """A composite with numbers that never come, and one with strategy `batched`: the same calls on both."""
-
-    def __init__(self, layout: str = ENDS, **settings: Any) -> None:
-        late = {"end_class": NeverEnd} | ({"float_class": NeverFloat} if layout == THREE else {})
-        self.late = make(layout, PAGE, strategy="device", **late, **settings)
-        self.plain = make(layout, PAGE, **settings)
-        self.both = (self.late, self.plain)
-        self.ledger = SyncLedger("cpu")
-
-    def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Of one answer."""
-        found, expected = (getattr(made, method)(*arguments, **keywords) for made in self.both)
-        if isinstance(expected, torch.Tensor):
-            assert found.tolist() == expected.tolist(), method
-        else:
-            assert found == expected, method
-        return found
-
-    def ask(self, method: str, *arguments: Any, **keywords: Any) -> tuple[Any, int]:
-        """The late one's answer, which is that of the other, and synchronisations on the way to it."""
-        with self.ledger as ledger:
-            for pool in pools_of(self.late).values():
-                ledger.host(*pool.pinned_host_tensors, pinned=True)
-            with ledger.call(method, audit=True) as record:
-                found = getattr(self.late, method)(*arguments, **keywords)
-        assert ledger.disagreements == []
-        expected = getattr(self.plain, method)(*arguments, **keywords)
-        if isinstance(expected, torch.Tensor):
-            assert found.tolist() == expected.tolist(), method
-        else:
-            assert found == expected, method
-        return found, record.total
-
-    def forward(self, written: torch.Tensor | None = None) -> None:
-        event = Event()
-        for made in self.both:
-            made.set_latest_forward_done_event(event)
-            made.set_inflight_forward(event, written)
-
-    def arrive(self, posted: list[int] | None = None) -> None:
-        """All numbers that were sent are there, or those that were by then."""
-        for pool, count in zip(pools_of(self.late).values(), posted or self.posted, strict=True):
-            pool._read_back.arrived = count
-
-    @property
-    def posted(self) -> list[int]:
-        """Numbers that the pools have sent."""
-        return [pool._read_back.posted for pool in pools_of(self.late).values()]
-
-    def shut(self) -> None:
-        for made in self.both:
-            made.set_disagg_move_gate(lambda: False)
-
-    @property
-    def is_settled(self) -> bool:
-        return all(pool._is_settled for pool in pools_of(self.late).values())
-
-    def same(self) -> bool:
-        return composite_state(self.late) == composite_state(self.plain)
-
-
-def full_pair(**settings: Any) -> tuple[Pair, torch.Tensor]:
-    """Two ends with no room left, filled page by page, so that the last ones are next to both watermarks; and a forward that runs."""
-    pair = Pair(**settings)
-    taken = [pair.call("alloc", PAGE) for _ in range(pair.plain.available_size() // PAGE)]
-    pair.forward()
-    return pair, torch.cat(taken)
-
-
-def flushed(pages: slice, **settings: Any) -> Pair:
-    """`full_pair` after pages have been freed, by segment, and a flush that was not urgent: what moved waits for the forward."""
-    pair, tokens = full_pair(**settings)
-    for made in pair.both:
-        made.free_segment(tokens.reshape(-1, PAGE)[pages].reshape(-1), start_pos=0)
-        made.flush_opportunistic()
-    assert not pair.is_settled
-    return pair
-
-
-INNER, OUTER = slice(2, 5), slice(-3, None)
 
 
 @pytest.mark.parametrize("layers", [(1, 3), (3, 1)], ids=["window pages larger", "full pages larger"])
@@ -133,13 +42,6 @@ def test_sides_of_different_size_are_judged_together_on_the_device() -> None:
         found, waits = pair.ask("ensure_capacity", full_pages * PAGE, swa_pages * PAGE)
         assert found and waits == 0, (full_pages, swa_pages)
         assert pair.same(), (full_pages, swa_pages)
-
-
-def tokens_at(made: Any, first: int, last: int | None = None) -> torch.Tensor:
-    """Of the full pool's physical pages from ``first`` through ``last``."""
-    pages = made.full_attn_allocator.physical_to_virtual[first : (last or first) + 1]
-    assert (pages > 0).all()
-    return (pages[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
 
 
 def test_holes_are_filled_where_the_device_finds_that_nothing_has_to_be_packed() -> None:
@@ -278,25 +180,6 @@ def test_what_fits_for_certain_is_not_waited_for_though_live_pages_are_not_count
     assert not pair.is_settled and pair.same()
 
 
-def test_holes_of_a_bound_that_overlaps_the_other_side_are_none() -> None:
-    """The window side was flushed and the full side has grown to where its bound still is. Then somebody asks for the full side's numbers
-    alone; or they have come, and those of the window side, sent after them, have not."""
-    pair, tokens = full_pair()
-    for made in pair.both:
-        made.set_latest_forward_done_event(None)
-        made.free_segment(tokens.reshape(-1, PAGE)[OUTER].reshape(-1), start_pos=0)
-        made.flush_opportunistic()
-    none, length = torch.zeros(1, dtype=torch.int64), torch.tensor([13 * PAGE])
-    grown = pair.call("alloc_extend_swa_tail", none, none, length, length, none - 1, 13 * PAGE, 0)
-    for made in pair.both:
-        assert made.full_attn_allocator.watermark_physical == 134
-        made.free_full_segment(grown[2 * PAGE : 3 * PAGE], start_pos=0)
-    assert pair.late.full_attn_allocator._is_settled and not pair.late.swa_attn_allocator._is_settled
-    assert pair.call("ensure_capacity", 0, 3 * PAGE) is False
-    assert pair.plain.alloc(PAGE) is None and pair.late.alloc(PAGE) is None
-    assert pair.same()
-
-
 def test_behind_a_shut_gate_nothing_is_packed_and_the_host_waits() -> None:
     pair = flushed(INNER)
     pair.shut()
@@ -359,129 +242,3 @@ def test_a_fault_that_has_arrived_is_told_before_both_sides_are_packed(call: str
         else:
             full.alloc(PAGE)
     assert [pool.physical_to_virtual.tolist() for pool in (full, swa)] == before
-
-
-class Cache:
-    """Nothing to give up."""
-
-    def supports_prefix_sharing(self) -> bool:
-        return True
-
-    def full_evictable_size(self) -> int:
-        return 0
-
-    swa_evictable_size = mamba_evictable_size = full_evictable_size
-
-    def evict_for_alloc(self, params: Any, **keywords: Any) -> Any:
-        raise AssertionError("nothing is asked of a cache if there is room")
-
-
-QUESTIONS: dict[str, Callable[[Any], Any]] = {
-    "evict_to_free_tokens": lambda made: made.evict_to_free_tokens(Cache(), 2 * PAGE) in (None, True),
-    "check_decode_capacity": lambda made: made.check_decode_capacity(num_tokens=2 * PAGE, tree_cache=Cache()),
-    "no cache": lambda made: made.check_decode_capacity(num_tokens=2 * PAGE, tree_cache=None),
-    "no tokens": lambda made: made.check_decode_capacity(num_tokens=0, tree_cache=None),
-    "prepare_mamba_allocation": lambda made: made.prepare_mamba_allocation(1) is None,
-}
-
-
-@pytest.mark.parametrize(
-    ("layout", "question"),
-    [
-        (layout, question)
-        for layout in LAYOUTS
-        for question in QUESTIONS
-        if layout != ENDS or question != "prepare_mamba_allocation"  # it has no states
-    ],
-)
-def test_a_scheduler_is_answered_from_what_is_certain(layout: str, question: str) -> None:
-    pair = Pair(layout)
-    tokens = pair.call("alloc", 24 * PAGE)
-    if layout != STATES:
-        for made in pair.both:
-            made.free_swa(tokens[: 3 * PAGE])
-    for made in pair.both:
-        made.free(tokens[4 * PAGE + 1 : 9 * PAGE - 1])
-    waited = sum(pool.blocking_reads for pool in pools_of(pair.late).values())
-    assert not pair.is_settled
-    assert QUESTIONS[question](pair.late) and QUESTIONS[question](pair.plain)
-    assert sum(pool.blocking_reads for pool in pools_of(pair.late).values()) == waited
-    assert not pair.is_settled and pair.same()
-
-
-def test_what_was_made_sure_of_is_not_asked_for_again() -> None:
-    """A decode step that fits once both sides are packed, which is left to the device: it is a yes, and no size is needed."""
-    pair = flushed(INNER)
-    waited = sum(pool.blocking_reads for pool in pools_of(pair.late).values())
-    for made in pair.both:
-        assert made.check_decode_capacity(num_tokens=3 * PAGE, tree_cache=Cache())
-    assert sum(pool.blocking_reads for pool in pools_of(pair.late).values()) == waited
-    assert pair.same()
-
-
-def test_what_is_not_certain_is_waited_for_where_there_is_no_cache_to_ask() -> None:
-    for pages, is_there in ((3, True), (4, False)):
-        pair = flushed(OUTER)
-        found, waits = pair.ask("check_decode_capacity", num_tokens=pages * PAGE, tree_cache=None)
-        assert found == is_there and waits > 0
-
-
-def test_a_decode_step_without_a_new_page_is_not_looked_at() -> None:
-    """Bounds of the two sides may overlap, and no number of pages fits between them then."""
-    pair = flushed(INNER)
-    pair.ask("alloc", 3 * PAGE)
-    assert not pair.late._fits_as_it_lies(0, 0)
-    found, waits = pair.ask("check_decode_capacity", num_tokens=0, tree_cache=None)
-    assert found and waits == 0
-    found, waits = pair.ask("check_decode_capacity", num_tokens=1, tree_cache=None)
-    assert not found and waits > 0
-
-
-@pytest.mark.parametrize("late", ["never", "slow"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_as_much_is_asked_of_a_cache_where_numbers_come_late(layout: str, late: str) -> None:
-    end, middle = {"never": (NeverEnd, NeverFloat), "slow": (SlowEnd, SlowFloat)}[late]
-    classes = {"end_class": end} | ({"float_class": middle} if layout == THREE else {})
-    plain = CachedProgram(our_composite(layout, PAGE, lazy=True, strategy="batched"), 6)
-    other = CachedProgram(our_composite(layout, PAGE, lazy=True, strategy="device", **classes), 6)
-    for number in range(150):
-        assert other.step() == plain.step(), number
-        if number % 30 == 29:
-            assert (other.sizes(), other.places()) == (plain.sizes(), plain.places()), number
-    assert other.cache.asked == plain.cache.asked
-    assert len(plain.cache.asked) >= 5
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_nor_are_those_of_which_that_has_just_arrived(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(layout)
-    tokens = pair.call("alloc", 8 * PAGE)
-    for made in pair.both:
-        made.free(tokens[-2 * PAGE + 1 : -1])
-        made.flush_opportunistic()
-        made.flush_opportunistic()  # what the first one vacated
-    assert not pair.is_settled
-    pair.arrive()
-    for pool in pools_of(pair.late).values():
-        monkeypatch.setattr(pool, "flush_opportunistic", None)
-    assert pair.late.flush_opportunistic() == 0
-    assert pair.is_settled and pair.same()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pools_with_nothing_to_pack_are_not_asked_to(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle engine asks thousands of times a second, and whoever records would write each time down."""
-    made = make(layout, PAGE, strategy="device")
-    tokens = [made.alloc(PAGE) for _ in range(8)]
-    asked = []
-    for pool in pools_of(made).values():
-        flush = pool.flush_opportunistic
-        monkeypatch.setattr(
-            pool, "flush_opportunistic", lambda flush=flush: asked.append(flush()) or asked[-1]
-        )
-    assert made.flush_opportunistic() == 0 and asked == []
-    # A float keeps what it cannot give back.
-    made.free_segment(tokens[-1 if layout == THREE else 1], start_pos=0)
-    assert made.flush_opportunistic() + made.flush_opportunistic() > 0 and asked
-    asked.clear()
-    assert made.flush_opportunistic() == 0 and asked == []
