@@ -194,6 +194,9 @@ class LateFloat(LateIds, FloatMultiEndedAllocator):
             return self._band_pages()
         return self._registers.low, self._registers.high
 
+    def _knows_live(self) -> bool:
+        return self._is_settled
+
     @property
     def live_page_count(self) -> int:
         self._settle()

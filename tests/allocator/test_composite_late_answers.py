@@ -177,6 +177,37 @@ def test_pools_that_are_known_to_be_packed_by_now_are_not_asked_to_pack(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_idle_engine_waits_for_nothing(layout: str) -> None:
+    pair = Pair(layout)
+    tokens = pair.call("alloc", 8 * PAGE)
+    for made in pair.both:
+        made.free(tokens[2 * PAGE + 1 : 4 * PAGE - 1])
+        for _ in range(3):
+            made.flush_opportunistic()
+    assert sum(pool.blocking_reads for pool in pools_of(pair.late).values()) == 0
+    assert not pair.is_settled and pair.same()
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [(ENDS, "full"), (ENDS, "swa"), (STATES, "mamba"), (THREE, "swa"), (THREE, "mamba")]
+)
+def test_one_pool_with_holes_is_packed(layout: str, name: str) -> None:
+    made = make(layout, PAGE)
+    tokens, pool = made.alloc(8 * PAGE), pools_of(made)[name]
+    if name == "mamba":
+        pool.free(pool.alloc(4)[1:2])
+    else:
+        made.free_swa_segment(tokens[-PAGE:], start_pos=0)
+    if name == "full":
+        made.flush_opportunistic()
+        made.free_full_segment(tokens[-PAGE:], start_pos=0)
+    assert [other for other, each in pools_of(made).items() if not each._is_packed()] == [name]
+    made.flush_opportunistic()
+    made.flush_opportunistic()
+    assert pool._is_packed()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_pools_with_nothing_to_pack_are_not_asked_to(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle engine asks thousands of times a second, and whoever records would write each time down."""
     made = make(layout, PAGE, strategy="device")

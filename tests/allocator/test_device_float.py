@@ -154,7 +154,7 @@ def test_what_fits_for_certain_waits_for_nothing() -> None:
                     if name == "late":
                         assert found.total == 0, method
                     answers[name].append(answer)
-    assert made.blocking_reads == 0 and not made._is_settled
+    assert made.blocking_reads == 0 and not made._is_settled and not made._knows_live()
     assert [
         each if each is None else torch.as_tensor(each).tolist() for each in map(plain, answers["late"])
     ] == [each if each is None else torch.as_tensor(each).tolist() for each in map(plain, answers["other"])]

@@ -103,6 +103,19 @@ def test_the_device_finds_out_whether_the_neighbour_has_to_be_packed(freed: tupl
     assert not plain_swa._pending and pair.same()
 
 
+@pytest.mark.parametrize("method", ["available_size", "schedulable_available_size"])
+def test_sizes_take_in_what_has_arrived(method: str) -> None:
+    pair = Pair()
+    free_swa_pages(pair, 2, 3, 17, 18)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    full, exact = pair.late[0], getattr(pair.plain[0], method)()
+    assert getattr(full, method)() < exact
+    pair.arrive()
+    assert getattr(full, method)() == exact
+    assert pair.waits == 0
+
+
 def test_what_is_certain_to_be_there_is_not_left_to_the_device() -> None:
     pair = Pair()
     free_swa_pages(pair, 2, 3)
@@ -193,6 +206,19 @@ def test_holes_of_a_neighbour_that_may_have_been_packed_are_not_counted_on(more:
     for late, plain in zip(pair.late, pair.plain, strict=True):
         assert late.schedulable_available_size() <= plain.schedulable_available_size()
     assert pair.waits == 0 and pair.same()
+
+
+@pytest.mark.parametrize("method", ["available_size", "schedulable_available_size"])
+def test_no_size_is_less_than_nothing(method: str) -> None:
+    """Bounds of the two pools overlap."""
+    pair = Pair()
+    free_swa_pages(pair, 2, 3)
+    pair.forward()
+    pair.swa("flush_opportunistic")
+    assert pair.full("alloc", pair.late[0].available_size() + 4 * PAGE) is not None
+    assert pair.late[1]._current_gap_bytes() < 0
+    assert [getattr(pool, method)() for pool in pair.late] == [0, 0]
+    assert pair.waits == 0
 
 
 def test_nor_across_a_float_that_is_nowhere() -> None:
