@@ -13,6 +13,7 @@ from allocator import STRATEGIES, UnifiedMambaSlotAllocator
 from tests.allocator.cached_program import Cache, CachedProgram, Entry
 from tests.allocator.composite_program import our_composite
 from tests.allocator.composite_state import check
+from tests.allocator.delayed import NeverEnd, NeverFloat
 from tests.engine.composites import LAYOUTS
 
 pytestmark = pytest.mark.cpu
@@ -35,8 +36,13 @@ def test_strategies_ask_for_the_same(layout: str, strategy: str) -> None:
 class Held:
     """A composite whose pages are held by a cache, in entries of ``pages`` pages, and nothing else."""
 
-    def __init__(self, layout: str, pages: int, *, states: int = 0) -> None:
-        self.made = our_composite(layout, 4, lazy=True, strategy="batched")
+    def __init__(self, layout: str, pages: int, *, states: int = 0, late: bool = False) -> None:
+        settings: dict[str, Any] = {"strategy": "batched"}
+        if late:
+            settings = {"strategy": "device", "end_class": NeverEnd}
+            if layout == THREE:
+                settings["float_class"] = NeverFloat
+        self.made = our_composite(layout, 4, lazy=True, **settings)
         slots = None
         if states:
             slots = UnifiedMambaSlotAllocator(self.made.mamba_allocator, states, "cpu")
@@ -68,11 +74,12 @@ class EvictAll:
     mamba_num = 0
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_more_goes_than_is_needed(layout: str) -> None:
-    held = Held(layout, 2)
+def test_no_more_goes_than_is_needed(layout: str, late: bool) -> None:
+    held = Held(layout, 2, late=late)
     before = len(held.cache.entries)
-    need = held.made.available_size() // 4 * 4 + 4
+    need = held.made.available_size() // 4 * 4 + 8
     assert held.made.check_decode_capacity(num_tokens=need, tree_cache=held.cache)
     assert before - len(held.cache.entries) == 1
     assert held.made.alloc(need) is not None

@@ -14,7 +14,7 @@ from tests.allocator.composite_state import pools_of
 from tests.allocator.delayed import NeverEnd, NeverFloat, SlowEnd, SlowFloat
 from tests.allocator.late_pair import INNER, OUTER, PAGE, Pair, flushed
 from tests.allocator.small_composites import ENDS, STATES, THREE, make
-from tests.engine.composites import LAYOUTS
+from tests.engine.composites import LAYOUTS, Event
 
 pytestmark = pytest.mark.cpu
 
@@ -60,6 +60,21 @@ def test_a_scheduler_is_answered_from_what_is_certain(layout: str, question: str
     assert QUESTIONS[question](pair.late) and QUESTIONS[question](pair.plain)
     assert sum(pool.blocking_reads for pool in pools_of(pair.late).values()) == waited
     assert not pair.is_settled and pair.same()
+
+
+@pytest.mark.parametrize("layout", [ENDS, THREE])
+def test_a_cache_is_not_asked_for_what_has_arrived(layout: str) -> None:
+    """The pages of one free of tokens are counted by now, and those of another are not."""
+    pair = Pair(layout)
+    tokens = torch.cat([pair.call("alloc", PAGE) for _ in range(pair.plain.available_size() // PAGE)])
+    for made in pair.both:
+        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
+    counted = pair.posted
+    for made in pair.both:
+        made.free(tokens[1 : 2 * PAGE - 1])
+    pair.arrive(counted)
+    found, waits = pair.ask("evict_to_free_tokens", Cache(), 4 * PAGE)
+    assert found and waits == 0 and not pair.is_settled
 
 
 @pytest.mark.parametrize("target", ["certain", "there", "there once tokens are packed"])
@@ -205,6 +220,20 @@ def test_one_pool_with_holes_is_packed(layout: str, name: str) -> None:
     made.flush_opportunistic()
     made.flush_opportunistic()
     assert pool._is_packed()
+
+
+@pytest.mark.parametrize("strategy", ["batched", "device"])
+def test_pages_that_waited_for_a_forward_are_taken_back(strategy: str) -> None:
+    made, forward = make(ENDS, PAGE, strategy=strategy), Event()
+    tokens = torch.cat([made.alloc(PAGE) for _ in range(8)])
+    made.set_latest_forward_done_event(forward)
+    made.free_segment(tokens[PAGE : 3 * PAGE], start_pos=0)
+    made.flush_opportunistic()
+    waiting = made.available_size()
+    assert not any(len(pool.holes) for pool in pools_of(made).values())
+    forward.fired = True
+    made.flush_opportunistic()
+    assert made.available_size() == waiting + 2 * PAGE
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -311,6 +311,20 @@ def test_pages_that_were_promised_are_taken_without_a_wait() -> None:
     assert pair.same()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_promise_ends_with_the_call_that_it_was_made_for(fails: bool) -> None:
+    pair, ids = with_promise(0)
+    late: Any = pair.late[1]
+    if fails:
+        with pytest.raises(InterruptedError), late.promised():
+            raise InterruptedError
+    else:
+        late.alloc_with_virtual(ids)
+    assert not late._is_settled
+    assert late.alloc((len(ids) + 1) * PAGE) is None
+    late._errors.look(wait=True)
+
+
 @pytest.mark.parametrize("too_many", [0, 1])
 def test_the_padding_page_is_none_that_could_have_been_promised(too_many: int) -> None:
     """With the buffer for itself, a pool that grows down has bytes for it."""
