@@ -78,6 +78,7 @@ class EvictAll:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_more_goes_than_is_needed(layout: str, late: bool) -> None:
     held = Held(layout, 2, late=late)
+    held.made.free(held.cache.entries.pop().tokens)  # so that not all of it is missing
     before = len(held.cache.entries)
     need = held.made.available_size() // 4 * 4 + 8
     assert held.made.check_decode_capacity(num_tokens=need, tree_cache=held.cache)
@@ -92,6 +93,7 @@ def test_nothing_goes_for_what_can_never_fit(layout: str) -> None:
     before = len(held.cache.entries)
     too_much = held.made.size_full * 8
     assert not held.made.evict_to_free_tokens(held.cache, too_much)
+    assert not held.made.check_decode_capacity(num_tokens=too_much, tree_cache=held.cache)
     if layout == ENDS:
         text = held.made.reclaim_for_prealloc(held.cache, too_much, 4)
         assert text is not None and f"{too_much} full and 4 window tokens" in text

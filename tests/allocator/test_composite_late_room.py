@@ -141,10 +141,11 @@ EVICTABLE = {"full_evictable_tokens": PAGE, "swa_evictable_tokens": PAGE}
 @pytest.mark.parametrize(
     ("question", "keywords"),
     [
-        ("can_reserve", {"full_tokens": 5 * PAGE, "swa_tokens": 5 * PAGE, **EVICTABLE}),
+        ("can_reserve", {"full_tokens": 7 * PAGE, "swa_tokens": 5 * PAGE, **EVICTABLE}),
+        ("can_reserve", {"full_tokens": 22 * PAGE, "swa_tokens": 0, **EVICTABLE}),
         ("check_decode_capacity", {"num_tokens": 4 * PAGE, "tree_cache": None}),
     ],
-    ids=["can_reserve", "check_decode_capacity"],
+    ids=["what is evictable", "what is evictable, packed", "as it lies"],
 )
 def test_so_they_are_where_it_is_still_open_how_many_pages_are_live(
     question: str, keywords: dict[str, Any]
