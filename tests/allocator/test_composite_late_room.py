@@ -181,6 +181,25 @@ def test_what_fits_for_certain_is_not_waited_for_though_live_pages_are_not_count
     assert not pair.is_settled and pair.same()
 
 
+def test_holes_of_a_bound_that_overlaps_the_other_side_are_none() -> None:
+    """The window side was flushed and the full side has grown to where its bound still is. Then somebody asks for the full side's numbers
+    alone; or they have come, and those of the window side, sent after them, have not."""
+    pair, tokens = full_pair()
+    for made in pair.both:
+        made.set_latest_forward_done_event(None)
+        made.free_segment(tokens.reshape(-1, PAGE)[OUTER].reshape(-1), start_pos=0)
+        made.flush_opportunistic()
+    none, length = torch.zeros(1, dtype=torch.int64), torch.tensor([13 * PAGE])
+    grown = pair.call("alloc_extend_swa_tail", none, none, length, length, none - 1, 13 * PAGE, 0)
+    for made in pair.both:
+        assert made.full_attn_allocator.watermark_physical == 134
+        made.free_full_segment(grown[2 * PAGE : 3 * PAGE], start_pos=0)
+    assert pair.late.full_attn_allocator._is_settled and not pair.late.swa_attn_allocator._is_settled
+    assert pair.call("ensure_capacity", 0, 3 * PAGE) is False
+    assert pair.plain.alloc(PAGE) is None and pair.late.alloc(PAGE) is None
+    assert pair.same()
+
+
 def test_behind_a_shut_gate_nothing_is_packed_and_the_host_waits() -> None:
     pair = flushed(INNER)
     pair.shut()
