@@ -1,4 +1,5 @@
-"""At most one wait in a hundred flushes of any trace, where numbers come as a GPU's would (`tests.allocator.arriving`)."""
+"""At most one wait in a hundred flushes of any trace, where numbers come as a GPU's would (`tests.allocator.arriving`); with one stream for
+allocator and forwards of any but `ONE_STREAM`."""
 
 from __future__ import annotations
 

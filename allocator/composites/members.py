@@ -162,10 +162,10 @@ class Composite(Evicting, ABC):
     def flush_opportunistic(self) -> int:
         """Have every pool pack what it can without waiting; returns pages moved, and those a float gave back. An idle engine asks
         thousands of times a second: where there is nothing to pack the pools are not asked."""
-        moved = 0
         self._poll()
         if all(pool._is_packed() for pool in self._move_gate_targets()):
-            return moved
+            return 0
+        moved = 0
         for pool in self._opportunistic_order():
             moved += pool.flush_opportunistic()
         return moved

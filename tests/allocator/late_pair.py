@@ -95,6 +95,16 @@ def flushed(pages: slice, **settings: Any) -> Pair:
     return pair
 
 
+def counted_in_part(pair: Pair, tokens: torch.Tensor) -> None:
+    """Two frees of some of their pages' tokens: how many pages those of the first are has arrived, and of the second it has not."""
+    for made in pair.both:
+        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
+    counted = pair.posted
+    for made in pair.both:
+        made.free(tokens[1 : 2 * PAGE - 1])
+    pair.arrive(counted)
+
+
 INNER, OUTER = slice(2, 5), slice(-3, None)
 
 

@@ -12,7 +12,7 @@ from tests.allocator.cached_program import CachedProgram
 from tests.allocator.composite_program import our_composite
 from tests.allocator.composite_state import pools_of
 from tests.allocator.delayed import NeverEnd, NeverFloat, SlowEnd, SlowFloat
-from tests.allocator.late_pair import INNER, OUTER, PAGE, Pair, flushed
+from tests.allocator.late_pair import INNER, OUTER, PAGE, Pair, counted_in_part, flushed
 from tests.allocator.small_composites import ENDS, STATES, THREE, make
 from tests.engine.composites import LAYOUTS, Event
 
@@ -72,12 +72,7 @@ def test_a_cache_is_not_asked_for_what_has_arrived(layout: str) -> None:
     """The pages of one free of tokens are counted by now, and those of another are not."""
     pair = Pair(layout)
     tokens = torch.cat([pair.call("alloc", PAGE) for _ in range(pair.plain.available_size() // PAGE)])
-    for made in pair.both:
-        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
-    counted = pair.posted
-    for made in pair.both:
-        made.free(tokens[1 : 2 * PAGE - 1])
-    pair.arrive(counted)
+    counted_in_part(pair, tokens)
     found, waits = pair.ask("evict_to_free_tokens", Cache(), 4 * PAGE)
     assert found and waits == 0 and not pair.is_settled
 

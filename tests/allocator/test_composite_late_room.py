@@ -10,7 +10,7 @@ import torch
 
 from allocator.errors import NotAllocatedError, OutOfRoomError
 from tests.allocator.composite_state import composite_state
-from tests.allocator.late_pair import INNER, OUTER, PAGE, flushed, full_pair, tokens_at
+from tests.allocator.late_pair import INNER, OUTER, PAGE, counted_in_part, flushed, full_pair, tokens_at
 
 pytestmark = pytest.mark.cpu
 
@@ -151,12 +151,7 @@ def test_so_they_are_where_it_is_still_open_how_many_pages_are_live(
     question: str, keywords: dict[str, Any]
 ) -> None:
     pair, tokens = full_pair()
-    for made in pair.both:
-        made.free(tokens[5 * PAGE + 1 : 9 * PAGE - 1])
-    counted = pair.posted
-    for made in pair.both:
-        made.free(tokens[1 : 2 * PAGE - 1])
-    pair.arrive(counted)
+    counted_in_part(pair, tokens)
     found, waits = pair.ask(question, **keywords)
     assert found and waits == 0
     found, waits = pair.ask("can_reserve", 8 * PAGE, 8 * PAGE, **EVICTABLE)

@@ -16,13 +16,13 @@ from replayer.targets_sglang import sglang_version
 from tests.allocator.composite_program import our_composite
 from tests.allocator.composite_state import check, live_pages
 from tests.engine.composites import LAYOUTS, Event, composite
-from tests.engine.test_composites_in_lockstep import sglang_on_a_cpu as sglang_on_a_cpu
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(
         sglang_version() != "0.5.23", reason="SGLang 0.5.23 is not installed (tools/build_sglang_env.sh)"
     ),
+    pytest.mark.usefixtures("sglang_on_a_cpu"),
 ]
 
 ENDS, STATES, THREE = LAYOUTS

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from allocator import STRATEGIES
 from allocator.composites.evictions import EvictParams
-from replayer.targets_sglang import import_sglang, remove_cpu_stand_ins, sglang_version
-from replayer.targets_sglang_composite import WINDOW_MODULE
+from replayer.targets_sglang import remove_cpu_stand_ins, sglang_version
 from tests.allocator.cached_program import CachedProgram
 from tests.allocator.composite_program import our_composite
 from tests.engine.composites import LAYOUTS, composite
@@ -34,15 +32,6 @@ def stand_ins_do_not_outlive_a_test() -> Iterator[None]:
     remove_cpu_stand_ins()
 
 
-def set_up_server(monkeypatch: pytest.MonkeyPatch, *, decodes: bool) -> None:
-    """SGLang's composite of two sides reads a server's settings, and there is no server. One that decodes spares the full side."""
-    window = import_sglang(WINDOW_MODULE)
-    role = "decode" if decodes else "null"
-    monkeypatch.setattr(window, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=role))
-    memory = SimpleNamespace(enable_hierarchical_cache=False, hicache_storage_backend=None)
-    monkeypatch.setattr(window, "get_memory", lambda: memory)
-
-
 def run(program: CachedProgram) -> Iterator[Any]:
     for _ in range(STEPS):
         yield program.step(), program.sizes(), program.places()
@@ -54,9 +43,9 @@ def run(program: CachedProgram) -> Iterator[Any]:
     ("layout", "prefer_swa"), [*((layout, False) for layout in LAYOUTS), ("full and swa", True)]
 )
 def test_both_ask_for_the_same_and_end_alike(
-    layout: str, prefer_swa: bool, page_size: int, lazy: bool, monkeypatch: pytest.MonkeyPatch
+    layout: str, prefer_swa: bool, page_size: int, lazy: bool, set_up_server: Callable[..., None]
 ) -> None:
-    set_up_server(monkeypatch, decodes=prefer_swa)
+    set_up_server(role="decode" if prefer_swa else "null")
     theirs = CachedProgram(composite(layout, page_size, lazy=lazy), SEED)
     expected = list(run(theirs))
     asked = theirs.cache.asked

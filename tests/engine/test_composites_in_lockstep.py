@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from allocator import STRATEGIES, sglang_plugin
-from replayer.targets_sglang import (
-    import_sglang,
-    install_cpu_stand_ins,
-    install_single_rank,
-    remove_cpu_stand_ins,
-    sglang_version,
-)
+from allocator import STRATEGIES
+from replayer.targets_sglang import sglang_version
 from tests.allocator.composite_digests import FILE, of_sglang
 from tests.allocator.composite_program import Program, our_composite
 from tests.engine.composites import LAYOUTS, composite
@@ -25,19 +19,10 @@ pytestmark = [
     pytest.mark.skipif(
         sglang_version() != "0.5.23", reason="SGLang 0.5.23 is not installed (tools/build_sglang_env.sh)"
     ),
+    pytest.mark.usefixtures("sglang_on_a_cpu"),
 ]
 
 STEPS = 120
-
-
-@pytest.fixture(autouse=True)
-def sglang_on_a_cpu() -> Iterator[None]:
-    install_cpu_stand_ins()
-    install_single_rank()
-    for name in sglang_plugin.USERS:
-        import_sglang(name)
-    yield
-    remove_cpu_stand_ins()
 
 
 def run(program: Program) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:

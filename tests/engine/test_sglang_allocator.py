@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ from allocator.sglang_classes import (
     SglangDeviceMultiEndedAllocator,
     SglangMultiEndedAllocator,
 )
-from replayer.targets_sglang import (
-    import_sglang,
-    install_cpu_stand_ins,
-    install_single_rank,
-    remove_cpu_stand_ins,
-    sglang_version,
-)
+from replayer.targets_sglang import sglang_version
 from tests.allocator.delayed import NeverReadBack, SlowReadBack
 from tests.engine.composites import LAYOUTS, Scheduler, composite, pools
 
@@ -32,20 +25,10 @@ pytestmark = [
     pytest.mark.skipif(
         sglang_version() != "0.5.23", reason="SGLang 0.5.23 is not installed (tools/build_sglang_env.sh)"
     ),
+    pytest.mark.usefixtures("sglang_on_a_cpu"),
 ]
 
 STEPS = 300
-
-
-@pytest.fixture(autouse=True)
-def sglang_on_a_cpu() -> Iterator[None]:
-    install_cpu_stand_ins()
-    install_single_rank()
-    for name in sglang_plugin.USERS:
-        import_sglang(name)
-    yield
-    sglang_plugin.remove()
-    remove_cpu_stand_ins()
 
 
 def their_answers(layout: str, page_size: int, *, lazy: bool, look_every: int) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +17,7 @@ from allocator.composites.members import Composite
 from allocator.sglang_classes import SglangDeviceFloatMultiEndedAllocator, SglangDeviceMultiEndedAllocator
 from allocator.sglang_composites import OURS, composites_in_place
 from replayer.ledger import SyncLedger
-from replayer.targets_sglang import (
-    import_sglang,
-    install_cpu_stand_ins,
-    install_single_rank,
-    remove_cpu_stand_ins,
-    sglang_version,
-)
+from replayer.targets_sglang import sglang_version
 from tests.allocator.cached_program import CachedProgram
 from tests.allocator.composite_program import Program
 from tests.allocator.delayed import NeverReadBack, SlowReadBack
@@ -42,29 +36,8 @@ LATE = {"at once": None, "slow": SlowReadBack, "never": NeverReadBack}
 
 
 @pytest.fixture(autouse=True)
-def sglang_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    install_cpu_stand_ins()
-    install_single_rank()
-    for name in sglang_plugin.USERS:
-        import_sglang(name)
-    set_up_server(monkeypatch)
-    yield
-    sglang_plugin.remove()
-    remove_cpu_stand_ins()
-
-
-def set_up_server(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    role: str = "null",
-    host_tier: bool = False,
-    storage: str | None = None,
-) -> None:
-    """SGLang's composite of two sides reads a server's settings, and there is no server."""
-    window = importlib.import_module(WINDOW)
-    memory = SimpleNamespace(enable_hierarchical_cache=host_tier, hicache_storage_backend=storage)
-    monkeypatch.setattr(window, "get_disagg", lambda: SimpleNamespace(disaggregation_mode=role))
-    monkeypatch.setattr(window, "get_memory", lambda: memory)
+def no_server(sglang_on_a_cpu: None, set_up_server: Callable[..., None]) -> None:
+    set_up_server()
 
 
 def come_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
@@ -143,9 +116,9 @@ def test_a_program_of_every_call_is_answered_as_sglang_answers_it(
 @pytest.mark.parametrize("role", ["null", "decode"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_as_much_is_asked_of_a_cache(
-    layout: str, role: str, late: str, monkeypatch: pytest.MonkeyPatch
+    layout: str, role: str, late: str, monkeypatch: pytest.MonkeyPatch, set_up_server: Callable[..., None]
 ) -> None:
-    set_up_server(monkeypatch, role=role)
+    set_up_server(role=role)
     theirs = CachedProgram(composite(layout, 4, lazy=True), 6)
     expected = [theirs.step() for _ in range(STEPS)]
     last = theirs.sizes(), theirs.places()
@@ -168,10 +141,10 @@ def test_as_much_is_asked_of_a_cache(
     ],
 )
 def test_the_side_that_is_spared_is_the_servers_choice(
-    role: str, host_tier: bool, storage: str | None, spares_full: bool, monkeypatch: pytest.MonkeyPatch
+    role: str, host_tier: bool, storage: str | None, spares_full: bool, set_up_server: Callable[..., None]
 ) -> None:
     made = in_place(LAYOUTS[0], 4)
-    set_up_server(monkeypatch, role=role, host_tier=host_tier, storage=storage)
+    set_up_server(role=role, host_tier=host_tier, storage=storage)
     assert made.prefer_swa_reclaim == spares_full
 
 

@@ -119,13 +119,22 @@ def _compare(layout: str, page_size: int, strategy: str, device: str) -> tuple[s
         if answer != wanted:
             return f"step {number} answered {str(answer)[:80]}, not {str(wanted)[:80]}", found
         if number % LOOK_EVERY == LOOK_EVERY - 1 or number == STEPS - 1:
-            if composite_state(found.made) != composite_state(expected.made):
+            if _places(found.made) != _places(expected.made):
                 return f"after step {number} places or lists differ", found
             if found.sizes() != expected.sizes():
                 return f"after step {number} sizes differ", found
             if misplaced := found.misplaced():
                 return f"after step {number} {misplaced}", found
     return "", found
+
+
+def _places(made: Any) -> dict[str, Any]:
+    """Without a float's note that its borders are to be looked at: one without holes may have it or not, by when its numbers come."""
+    state = composite_state(made)
+    for pool in state.values():
+        low, high, next_hole_end, _ = pool["span"]
+        pool["span"] = [low, high, next_hole_end]
+    return state
 
 
 def _program(layout: str, page_size: int, strategy: str, device: str) -> Writing:
